@@ -1,0 +1,10 @@
+"""jaxcb: continuous batching for JAX.
+
+``jaxcb.generate`` is the offline API, ``python -m jaxcb.serve`` the server. Importing this package imports no jax.
+"""
+
+from jaxcb.config import EngineConfig
+from jaxcb.request import FinishReason, RequestOutput, SamplingParams
+
+__all__ = ["EngineConfig", "FinishReason", "RequestOutput", "SamplingParams"]
+__version__ = "0.1.0"

@@ -1,0 +1,52 @@
+"""EngineCore: scheduler and runner as one object that is stepped. No threads, no text: the loop and tests drive it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from jaxcb.request import FinishReason, Request
+from jaxcb.scheduler import Scheduler, TokenEvent
+from jaxcb.step.runner import InFlight, Runner
+
+
+class EngineCore:
+    """One step at a time, running at most one step ahead of what the host knows.
+
+    With ``run_ahead`` the device works on step k + 1 while the host waits for, and commits, step k:
+
+        host    plan 1  launch 1  plan 2  launch 2  wait 1  commit 1  plan 3  launch 3  wait 2 ...
+        device                    [---- step 1 ----][---- step 2 ----][---- step 3 ---- ...
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, run_ahead: bool):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.num_steps = 0
+        self._depth = 1 if run_ahead else 0
+        self._in_flight: deque[InFlight] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_requests
+
+    def add(self, request: Request) -> None:
+        """See :meth:`Scheduler.add`."""
+        self.scheduler.add(request)
+
+    def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
+        """End a request from outside; None if it has ended already."""
+        sequence = self.scheduler.finish(request_id, reason)
+        return None if sequence is None else TokenEvent(sequence, None, reason)
+
+    def step(self) -> list[TokenEvent]:
+        """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._in_flight.append(self.runner.launch(plan))
+            self.num_steps += 1
+        elif not self._in_flight and self.scheduler.has_requests:
+            raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            oldest = self._in_flight.popleft()
+            return self.scheduler.commit(oldest.plan, oldest.wait())
+        return []

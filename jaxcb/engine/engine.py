@@ -1,0 +1,268 @@
+"""Engine: a thread that owns the device and steps the core, and the methods by which other threads reach it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import threading
+import time
+from collections import Counter
+
+from jaxcb.config import EngineConfig
+from jaxcb.engine.core import EngineCore
+from jaxcb.engine.sizing import buckets_of, limits_of, resolve_config, shape_of
+from jaxcb.engine.stats import EngineStats
+from jaxcb.engine.stream import OutputStream, deliver
+from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
+from jaxcb.models import ModelSpec
+from jaxcb.models.decoder import Params
+from jaxcb.request import FinishReason, Request, RequestOutput
+from jaxcb.scheduler import Scheduler, TokenEvent
+from jaxcb.step.runner import Runner
+from jaxcb.text import Tokenizer
+from jaxcb.text.worker import TextEvent, TextWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ending:
+    request_id: str
+    reason: FinishReason
+
+
+class Engine:
+    """Serves requests until :meth:`shutdown`. Every public method may be called from any thread.
+
+    The way of a request: ``submit`` validates it and puts it in the inbox; the engine's thread moves it to the
+    scheduler before the next plan; committed tokens go to the text thread, which feeds the request's OutputStream.
+    """
+
+    def __init__(self, name: str, spec: ModelSpec, params: Params, tokenizer: Tokenizer, config: EngineConfig):
+        """An engine over weights that the caller holds; they are used in place, not copied. Call :meth:`compile`,
+        then :meth:`run`, or use :meth:`start`, which loads a model and does both."""
+        self.name, self.spec, self.tokenizer = name, spec, tokenizer
+        self.asked_for = config
+        """The config as given; ``config`` is the same with every None resolved."""
+        self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
+        limits = limits_of(self.config)
+        self._scheduler = Scheduler(limits, spec.eos_token_ids)
+        self._runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), self.config.backend)
+        self._core = EngineCore(self._scheduler, self._runner, run_ahead=self.config.run_ahead)
+        self._random = random.Random(self.config.seed)
+
+        self._wake = threading.Condition()
+        self._inbox: list[Request | _Ending] = []  # in the order of the calls, which matters when an id is used again
+        self._streams: dict[str, OutputStream] = {}
+        self._accepting = True
+        self._stopping = False
+        self._error: str | None = None
+        self._finished: Counter[str] = Counter()
+        self._started_s = time.monotonic()
+        self._text = TextWorker(tokenizer, self._deliver, self._stop_found)
+        self._thread = threading.Thread(target=self._run, name="jaxcb-engine", daemon=True)
+
+    @classmethod
+    def start(cls, config: EngineConfig | None = None, *, progress: bool = True) -> Engine:
+        """Load the model, compile every program, and run.
+
+        Raises:
+            ModelError: the model can't be found or read.
+            ConfigError: the configuration can't work for it.
+        """
+        from jaxcb.weights import load
+
+        config = config or EngineConfig()
+        model = load(config)
+        engine = cls(model.name, model.spec, model.params, model.tokenizer, config)
+        engine.compile(progress=progress)
+        engine.run()
+        return engine
+
+    def compile(self, *, progress: bool = True) -> None:
+        """Compile every program of the engine; afterwards nothing compiles any more."""
+        self._runner.compile(progress=progress)
+
+    def run(self) -> None:
+        """Start the engine's thread."""
+        self._thread.start()
+
+    # ------------------------------------------------------------------ for callers
+
+    def submit(self, request: Request) -> OutputStream:
+        """Queue a request; its results come out of the stream.
+
+        Raises:
+            RequestError: the request is impossible; nothing is kept of it.
+            QueueFullError: ``max_waiting`` requests wait already.
+            EngineStoppedError: the engine was shut down or has failed.
+        """
+        self.check_request(request)
+        stream = OutputStream(request.request_id, self.abort)
+        with self._wake:
+            if not self._accepting:
+                raise EngineStoppedError(self._error or "the engine is shutting down")
+            if request.request_id in self._streams:
+                raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+            limit = self.config.max_waiting
+            num_waiting = self._num_waiting()
+            if limit is not None and num_waiting >= limit:
+                raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
+            request = self._with_seed(request)
+            self._streams[request.request_id] = stream
+            self._text.open(request)
+            self._inbox.append(request)
+            self._wake.notify()
+        return stream
+
+    def check_request(self, request: Request) -> None:
+        """Raise RequestError if the request can never run. Keeps nothing."""
+        self._check_tokens(request)
+        self._scheduler.check_request(request)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request. Its stream ends with ``FinishReason.ABORT``. Harmless if it has ended."""
+        self._end(request_id, FinishReason.ABORT)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of gauges and totals."""
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        with self._wake:
+            num_waiting = self._num_waiting()
+            finished = {reason.value: self._finished[reason.value] for reason in FinishReason}
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=num_waiting,
+            kv_pages_total=scheduler.pool.num_pages,
+            kv_pages_used=scheduler.pool.num_used,
+            kv_pages_cached=scheduler.pool.num_reusable_free,
+            prompt_tokens=counters.prompt_tokens,
+            prompt_tokens_cached=counters.prompt_tokens_cached,
+            generation_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            steps=self._core.num_steps,
+            finished=finished,
+            uptime_s=time.monotonic() - self._started_s,
+        )
+
+    @property
+    def healthy(self) -> bool:
+        """False once the step loop has failed or was shut down."""
+        return self._error is None and not self._stopping
+
+    @property
+    def num_programs(self) -> int:
+        """Forward programs, one a bucket."""
+        return len(self._runner.buckets)
+
+    def shutdown(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new requests, give the open ones up to ``drain_s`` seconds, abort the rest, end the threads."""
+        with self._wake:
+            self._accepting = False
+            self._wake.wait_for(lambda: not self._streams or self._error is not None, timeout=drain_s)
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._text.put([TextEvent(request_id, None, FinishReason.ABORT) for request_id in list(self._streams)])
+        self._text.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                self._emit(self._core.step())
+        except BaseException as error:
+            logger.exception("the step loop failed")
+            self._fail(f"the engine failed: {type(error).__name__}: {error}")
+
+    def _take_inbox(self) -> bool:
+        """Wait for work and move what came in to the scheduler. False when it is time to stop."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._inbox or self._stopping or self._core.has_work)
+            inbox, self._inbox = self._inbox, []
+            endings = [event for item in inbox if (event := self._take(item)) is not None]
+            stopping = self._stopping
+        self._emit(endings)
+        return not stopping
+
+    def _take(self, item: Request | _Ending) -> TokenEvent | None:
+        if isinstance(item, _Ending):
+            return self._core.finish(item.request_id, item.reason)
+        self._core.add(item)
+        return None
+
+    def _emit(self, events: list[TokenEvent]) -> None:
+        if events:
+            self._text.put(
+                [
+                    TextEvent(
+                        event.sequence.request.request_id,
+                        event.token_id,
+                        event.finish_reason,
+                        event.stop_id,
+                        event.sequence.num_cached_tokens,
+                        event.sequence.num_preemptions,
+                    )
+                    for event in events
+                ]
+            )
+
+    def _fail(self, message: str) -> None:
+        with self._wake:
+            self._error, self._accepting = message, False
+            open_ids = list(self._streams)
+        self._text.put([TextEvent(request_id, None, FinishReason.ERROR, error=message) for request_id in open_ids])
+
+    # ------------------------------------------------------------------ the text thread
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        batch = []
+        with self._wake:
+            for output in outputs:
+                batch.append((self._streams[output.request_id], output))
+                if output.finish_reason is not None:
+                    self._finished[output.finish_reason.value] += 1
+                    del self._streams[output.request_id]
+            if not self._streams:
+                self._wake.notify_all()
+        deliver(batch)
+
+    def _stop_found(self, request_id: str) -> None:
+        self._end(request_id, FinishReason.STOP)
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        with self._wake:
+            self._inbox.append(_Ending(request_id, reason))
+            self._wake.notify()
+
+    # ------------------------------------------------------------------ requests
+
+    def _num_waiting(self) -> int:
+        return sum(isinstance(item, Request) for item in self._inbox) + self._scheduler.num_waiting
+
+    def _check_tokens(self, request: Request) -> None:
+        limit = self.spec.vocab_size
+        for field, ids in (("prompt", request.prompt_token_ids), ("stop_token_ids", request.sampling.stop_token_ids)):
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise RequestError(f"{field} must hold integers, got {token!r}", param=field)
+                if not 0 <= token < limit:
+                    raise RequestError(
+                        f"{field} holds token id {token}; the model's vocabulary has ids 0 to {limit - 1}", param=field
+                    )
+
+    def _with_seed(self, request: Request) -> Request:
+        """A request that brings no seed is given one, so that a preemption can't change its answer."""
+        if request.sampling.greedy or request.sampling.seed is not None:
+            return request
+        sampling = dataclasses.replace(request.sampling, seed=self._random.getrandbits(63))
+        return dataclasses.replace(request, sampling=sampling)

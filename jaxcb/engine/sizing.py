@@ -1,0 +1,131 @@
+"""Turns the Nones of an EngineConfig into numbers for this model and machine, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
+from jaxcb.config import EngineConfig
+from jaxcb.errors import ConfigError
+from jaxcb.models import ModelSpec
+from jaxcb.scheduler import SchedulerLimits
+from jaxcb.step.buckets import Buckets
+from jaxcb.step.runner import RunnerShape
+from pallas_kernels.metadata import default_backend
+
+CPU_KV_BYTES = 2**30
+GPU_WORKSPACE_BYTES = 2**30
+"""Left for temporaries of the compiled steps."""
+
+
+def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> EngineConfig:
+    """A config without None (except ``model``, ``revision``, ``max_waiting``).
+
+    Call it after the weights are on the device: on a GPU the KV cache takes what they leave.
+
+    Raises:
+        ConfigError: the numbers can't work together; ``.param`` names the field.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    seqs, budget = _batch_limits(config, on_cpu)
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len ({config.max_model_len}) is more than the model was made for ({spec.max_position} tokens)",
+            param="max_model_len",
+        )
+    max_model_len = config.max_model_len or spec.max_position
+    page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * config.page_size
+    pages = _num_pages(config, page_bytes, seqs * -(-max_model_len // config.page_size), on_cpu)
+    capacity = pages * config.page_size
+    if capacity < max_model_len:
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"max_model_len ({max_model_len}) is more than the KV cache holds: {pages} pages of {config.page_size} "
+                f"tokens. Lower --max-model-len or give more memory (--kv-cache-memory-bytes, --num-kv-pages)",
+                param="max_model_len",
+            )
+        max_model_len = capacity
+    return dataclasses.replace(
+        config,
+        dtype=jnp.dtype(dtype).name,
+        max_model_len=max_model_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        num_kv_pages=pages,
+        kv_cache_memory_bytes=pages * page_bytes,
+        backend=config.backend or default_backend(),
+    )
+
+
+def limits_of(config: EngineConfig) -> SchedulerLimits:
+    """The scheduler's limits of a resolved config."""
+    return SchedulerLimits(
+        max_num_seqs=_set(config.max_num_seqs),
+        max_num_batched_tokens=_set(config.max_num_batched_tokens),
+        max_model_len=_set(config.max_model_len),
+        num_kv_pages=_set(config.num_kv_pages),
+        page_size=config.page_size,
+        num_slots=2 * _set(config.max_num_seqs),
+        enable_prefix_caching=config.enable_prefix_caching,
+        admission_watermark=config.admission_watermark,
+    )
+
+
+def shape_of(config: EngineConfig) -> RunnerShape:
+    """The device arrays of a resolved config."""
+    return RunnerShape(
+        num_pages=_set(config.num_kv_pages),
+        page_size=config.page_size,
+        num_slots=2 * _set(config.max_num_seqs),
+        max_model_len=_set(config.max_model_len),
+    )
+
+
+def buckets_of(config: EngineConfig) -> Buckets:
+    """The compiled shapes of a resolved config. GPUs pad two and four rows to eight anyway."""
+    seqs, budget = _set(config.max_num_seqs), _set(config.max_num_batched_tokens)
+    if jax.default_backend() == "cpu":
+        return Buckets(seqs, budget)
+    return Buckets(seqs, budget, decode_sizes=(1, 8, 16, 32, 64, 128), mixed_sizes=(256, 512, 1024, 2048, 4096))
+
+
+def _batch_limits(config: EngineConfig, on_cpu: bool) -> tuple[int, int]:
+    seqs = config.max_num_seqs
+    budget = config.max_num_batched_tokens
+    if seqs is None:
+        seqs = min(32 if on_cpu else 256, budget or 256)
+    if budget is None:
+        budget = max(512 if on_cpu else 2048, seqs)
+    return seqs, budget
+
+
+def _num_pages(config: EngineConfig, page_bytes: int, most: int, on_cpu: bool) -> int:
+    """Pages by number, by bytes, or by what the machine has; ``most`` is what max_num_seqs full sequences need."""
+    if config.num_kv_pages is not None:
+        return config.num_kv_pages
+    if config.kv_cache_memory_bytes is not None:
+        pages = config.kv_cache_memory_bytes // page_bytes
+    elif on_cpu:
+        pages = min(most, max(CPU_KV_BYTES // page_bytes, 1))
+    else:
+        pages = min(most, _free_gpu_bytes(config.gpu_memory_utilization) // page_bytes)
+    if pages < 1:
+        raise ConfigError(
+            f"the memory for the KV cache holds no page: a page of {config.page_size} tokens takes {page_bytes:,} bytes",
+            param="kv_cache_memory_bytes",
+        )
+    return pages
+
+
+def _free_gpu_bytes(utilization: float) -> int:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - GPU_WORKSPACE_BYTES
+
+
+def _set(value: int | None) -> int:
+    if value is None:
+        raise ValueError("the config is not resolved: call resolve_config first")
+    return value

@@ -1,0 +1,26 @@
+"""What the engine counts, as one snapshot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Gauges of this moment and totals since the start. ``finished`` counts by finish reason, aborts included."""
+
+    num_running: int
+    num_waiting: int
+    kv_pages_total: int
+    kv_pages_used: int
+    """Pages held by live requests."""
+    kv_pages_cached: int
+    """Free pages whose content is kept for reuse by the prefix cache."""
+    prompt_tokens: int
+    prompt_tokens_cached: int
+    """The part of ``prompt_tokens`` that the prefix cache gave."""
+    generation_tokens: int
+    preemptions: int
+    steps: int
+    finished: dict[str, int]
+    uptime_s: float

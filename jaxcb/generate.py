@@ -1,0 +1,169 @@
+"""The offline API: ``generate(prompts)`` and ``stream(prompt)``, over the same engine as the server.
+
+    from jaxcb.generate import generate
+    from jaxcb.request import SamplingParams
+
+    for output in generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0)):
+        print(output.text)
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxcb.config import EngineConfig
+from jaxcb.engine import Engine, OutputStream
+from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
+from jaxcb.request import Request, RequestOutput, SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text, token ids, or chat messages (dicts with "role" and "content", through the model's chat template)."""
+
+_OPEN_AT_ONCE = 1024
+"""Prompts handed to the engine before the first is done; enough to keep every slot filled."""
+_ids = itertools.count()
+_shared: Engine | None = None
+
+
+def generate(
+    prompts: Prompt | Sequence[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    config: EngineConfig | None = None,
+    engine: Engine | None = None,
+    progress: bool = True,
+) -> list[RequestOutput]:
+    """Continue every prompt; results in the order of the prompts.
+
+    Arguments:
+        prompts: one prompt or many.
+        sampling: one for all prompts, or one for each. Default: ``SamplingParams()``.
+        config: of the engine to start; it stays up for later calls with an equal config. Default: ``EngineConfig()``,
+            which is the built-in model.
+        engine: use this running engine instead; excludes ``config``.
+        progress: show progress bars on stderr.
+
+    Raises:
+        RequestError: a prompt or its parameters are impossible; the message names which. Nothing was started.
+        EngineStoppedError: the engine failed while it worked.
+    """
+    many = _as_list(prompts)
+    each = _one_for_each(sampling, len(many))
+    engine = _engine(config, engine, progress)
+    requests = [_request(engine, prompt, params, f"prompts[{i}]") for i, (prompt, params) in enumerate(zip(many, each, strict=True))]
+    outputs: list[RequestOutput] = []
+    open_streams: deque[OutputStream] = deque()
+    left = iter(requests)
+    try:
+        with tqdm(total=len(requests), desc="generating", unit="prompt", disable=not progress) as bar:
+            while len(outputs) < len(requests):
+                for request in itertools.islice(left, _OPEN_AT_ONCE - len(open_streams)):
+                    open_streams.append(engine.submit(request))
+                outputs.append(_last(open_streams[0]))
+                open_streams.popleft()
+                bar.update()
+    finally:
+        for stream_ in open_streams:
+            stream_.abort()
+    return outputs
+
+
+def stream(
+    prompt: Prompt,
+    sampling: SamplingParams | None = None,
+    *,
+    config: EngineConfig | None = None,
+    engine: Engine | None = None,
+    progress: bool = True,
+) -> Iterator[RequestOutput]:
+    """Continue one prompt, yielding an output for each token; ``new_text`` is what it added.
+
+    Leaving the loop early drops the request. Arguments and errors as for :func:`generate`.
+    """
+    engine = _engine(config, engine, progress)
+    outputs = engine.submit(_request(engine, prompt, sampling or SamplingParams(), "prompt"))
+    try:
+        for output in outputs:
+            yield _checked(output)
+    finally:
+        outputs.abort()
+
+
+def _engine(config: EngineConfig | None, engine: Engine | None, progress: bool) -> Engine:
+    global _shared
+    if engine is not None:
+        if config is not None:
+            raise ConfigError("give either config or engine: the engine has its config already", param="config")
+        return engine
+    config = config or EngineConfig()
+    if _shared is not None and (_shared.asked_for != config or not _shared.healthy):
+        _shared.shutdown()
+        _shared = None
+    if _shared is None:
+        _shared = Engine.start(config, progress=progress)
+        atexit.register(_shared.shutdown)
+    return _shared
+
+
+def _request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: str) -> Request:
+    """Tokenize and validate, so that a bad prompt is known before anything starts."""
+    request = Request(
+        request_id=f"generate-{next(_ids)}",
+        prompt_token_ids=_token_ids(engine, prompt, where),
+        sampling=sampling,
+        arrival_s=time.monotonic(),
+    )
+    try:
+        engine.check_request(request)
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}", param=error.param) from None
+    return request
+
+
+def _token_ids(engine: Engine, prompt: Prompt, where: str) -> list[int]:
+    if isinstance(prompt, str):
+        return engine.tokenizer.encode(prompt)
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(item, Mapping) for item in prompt):
+        return engine.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]  # checked item by item
+    if isinstance(prompt, Sequence) and all(isinstance(item, int) for item in prompt):
+        return list(prompt)  # type: ignore[arg-type]  # checked item by item
+    raise RequestError(f"{where} must be a string, a list of token ids or a list of chat messages, got {prompt!r}")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt becomes a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
+    if prompts and isinstance(prompts[0], int | Mapping):
+        return [prompts]  # type: ignore[list-item]  # token ids or chat messages
+    return list(prompts)  # type: ignore[arg-type]  # each is checked in _token_ids
+
+
+def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise RequestError(f"there are {count} prompts and {len(sampling)} sampling parameters", param="sampling")
+    return list(sampling)
+
+
+def _last(outputs: OutputStream) -> RequestOutput:
+    for output in outputs:
+        if output.finished:
+            return _checked(output)
+    raise EngineStoppedError("the stream ended without a result")
+
+
+def _checked(output: RequestOutput) -> RequestOutput:
+    if output.error is not None:
+        raise EngineStoppedError(output.error)
+    return output

@@ -1,0 +1,238 @@
+"""The decoder: pre-norm attention and gated MLP with rotary positions, as in Llama, Mistral, Qwen2 and Qwen3.
+
+Parameters are flax nnx modules, which say what exists, in which shape and how it is initialised. At load they are
+split once into a plain nested dict of arrays, one entry a layer, which is what every jitted step takes: no nnx object
+crosses a jit boundary. Weights are stored [in, out], q/k/v and gate/up fused.
+
+    {"embed": {"embedding": [V, E]}, "final_norm": {"scale": [E]}, "lm_head": {"kernel": [V, E]},   no lm_head if tied
+     "layers": {0: {"input_norm": {"scale": [E]}, "qkv": {"kernel": [E, (H + 2K) D], "bias": [(H + 2K) D]},
+                    "q_norm": {"scale": [D]}, "k_norm": {"scale": [D]}, "o": {"kernel": [H D, E]},
+                    "post_norm": {"scale": [E]}, "gate_up": {"kernel": [E, 2F]}, "down": {"kernel": [F, E]}}, 1: ...}}
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from jaxcb.models.product import product
+from jaxcb.models.rope import rope_tables, rotate
+from jaxcb.models.spec import ModelSpec
+
+Params = dict[str, Any]
+
+
+LayerIndex = int | Int[Array, ""]
+KV = Any
+"""What the caller's ``attend`` keeps keys and values in; the decoder only passes it from layer to layer."""
+
+
+class Attend(Protocol):
+    """Attention of one layer over ``kv``, into which it writes k and v first."""
+
+    def __call__(
+        self, layer: LayerIndex, kv: KV, q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
+    ) -> tuple[KV, Float[Array, "T H D"]]: ...
+
+
+class Parts(Protocol):
+    """The functions of one layer: a :class:`Layer` has them as modules, a rolled loop as choices by index."""
+
+    input_norm: Callable[[Array], Array]
+    qkv: Callable[[Array], Array]
+    q_norm: Callable[[Array], Array] | None
+    k_norm: Callable[[Array], Array] | None
+    o: Callable[[Array], Array]
+    post_norm: Callable[[Array], Array]
+    gate_up: Callable[[Array], Array]
+    down: Callable[[Array], Array]
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:
+        return rms_norm(x, self.scale[...], self.eps)
+
+
+def rms_norm(x: Float[Array, "*batch N"], scale: Float[Array, "N"], eps: float) -> Float[Array, "*batch N"]:
+    """Normalise in float32, answer in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    def __init__(self, num_in: int, num_out: int, dtype: DTypeLike, rngs: nnx.Rngs, *, bias: bool = False):
+        init = nnx.initializers.lecun_normal()
+        self.kernel = nnx.Param(init(rngs.params(), (num_in, num_out), jnp.float32).astype(dtype))
+        self.bias = nnx.Param(jnp.zeros(num_out, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        y = product(x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+class Layer(nnx.Module):
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike, rngs: nnx.Rngs):
+        E, F = spec.hidden_size, spec.intermediate_size
+        self.input_norm = RMSNorm(E, spec.rms_norm_eps)
+        self.qkv = Linear(E, spec.q_size + 2 * spec.kv_size, dtype, rngs, bias=spec.qkv_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.o = Linear(spec.q_size, E, dtype, rngs, bias=spec.o_bias)
+        self.post_norm = RMSNorm(E, spec.rms_norm_eps)
+        self.gate_up = Linear(E, 2 * F, dtype, rngs, bias=spec.mlp_bias)
+        self.down = Linear(F, E, dtype, rngs, bias=spec.mlp_bias)
+
+
+class RolledLayer:
+    """The layer whose number is known only when the program runs.
+
+    Each part is a ``lax.switch`` over the layers' own arrays, which are read in place: nothing is stacked or sliced.
+    Norms choose their small scale that way and are computed outside the switch.
+    """
+
+    def __init__(self, layers: Sequence[Layer], index: Int[Array, ""]):
+        self._layers, self._index = layers, index
+        self.input_norm = self._norm("input_norm")
+        self.qkv = self._linear("qkv")
+        self.q_norm = self._norm("q_norm") if layers[0].q_norm is not None else None
+        self.k_norm = self._norm("k_norm") if layers[0].k_norm is not None else None
+        self.o = self._linear("o")
+        self.post_norm = self._norm("post_norm")
+        self.gate_up = self._linear("gate_up")
+        self.down = self._linear("down")
+
+    def _linear(self, name: str) -> Callable[[Array], Array]:
+        modules = [getattr(layer, name) for layer in self._layers]
+        return lambda x: lax.switch(self._index, modules, x)
+
+    def _norm(self, name: str) -> Callable[[Array], Array]:
+        norms: list[RMSNorm] = [getattr(layer, name) for layer in self._layers]
+        scale = lax.switch(self._index, [functools.partial(lambda norm: norm.scale[...], norm) for norm in norms])
+        return lambda x: rms_norm(x, scale, norms[0].eps)
+
+
+def apply_layer(
+    spec: ModelSpec,
+    parts: Parts,
+    index: LayerIndex,
+    x: Float[Array, "T E"],
+    kv: KV,
+    cos: Float[Array, "T D/2"],
+    sin: Float[Array, "T D/2"],
+    attend: Attend,
+) -> tuple[Float[Array, "T E"], KV]:
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    T = x.shape[0]
+    q, k, v = jnp.split(parts.qkv(parts.input_norm(x)), [spec.q_size, spec.q_size + spec.kv_size], -1)
+    q = q.reshape(T, spec.num_heads, spec.head_dim)
+    k = k.reshape(T, spec.num_kv_heads, spec.head_dim)
+    v = v.reshape(T, spec.num_kv_heads, spec.head_dim)
+    if parts.q_norm is not None and parts.k_norm is not None:
+        q, k = parts.q_norm(q), parts.k_norm(k)
+    kv, out = attend(index, kv, rotate(q, cos, sin), rotate(k, cos, sin), v)
+    x = x + parts.o(out.reshape(T, spec.q_size))
+    gate, up = jnp.split(parts.gate_up(parts.post_norm(x)), 2, -1)
+    return x + parts.down(jax.nn.silu(gate) * up), kv
+
+
+class Embedding(nnx.Module):
+    """Token embeddings [V, E]; tied models use the same array as the head, which therefore is [V, E] everywhere."""
+
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike, rngs: nnx.Rngs):
+        shape = (spec.vocab_size, spec.hidden_size)
+        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, jnp.float32).astype(dtype))
+
+
+class Head(nnx.Module):
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike, rngs: nnx.Rngs):
+        shape = (spec.vocab_size, spec.hidden_size)
+        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, jnp.float32).astype(dtype))
+
+
+class Decoder(nnx.Module):
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.spec = spec
+        self.embed = Embedding(spec, dtype, rngs)
+        self.layers = nnx.List([Layer(spec, dtype, rngs) for _ in range(spec.num_layers)])
+        self.final_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.lm_head = None if spec.tie_word_embeddings else Head(spec, dtype, rngs)
+
+    def embed_tokens(self, token_ids: Int[Array, "T"]) -> Float[Array, "T E"]:
+        return jnp.take(self.embed.embedding[...], token_ids, axis=0, mode="clip")
+
+    def logits(self, hidden: Float[Array, "S E"]) -> Float[Array, "S V"]:
+        head = self.embed.embedding[...] if self.lm_head is None else self.lm_head.kernel[...]
+        return product(self.final_norm(hidden), head, transposed=True)
+
+
+def param_shapes(spec: ModelSpec, dtype: DTypeLike) -> Params:
+    """The parameters as a nested dict of ``jax.ShapeDtypeStruct``; nothing is allocated."""
+    return nnx.to_pure_dict(_split(spec, dtype)[1])
+
+
+def init_params(spec: ModelSpec, dtype: DTypeLike, seed: int = 0) -> Params:
+    """Random parameters: for tests, benches and models that are to be trained."""
+    return nnx.to_pure_dict(nnx.split(Decoder(spec, dtype, nnx.Rngs(seed)))[1])
+
+
+def apply_layers(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    kv: KV,
+    attend: Attend,
+) -> tuple[Float[Array, "T E"], KV]:
+    """The residual stream after the last layer, before the final norm, and the updated ``kv``. Call it inside jit.
+
+    On a GPU the layers are unrolled, so that the step has no control flow and becomes one CUDA graph. On a CPU they
+    are rolled into a loop: a 30-layer step then compiles in a tenth of the time and computes the same bits. The
+    stream is float32 there whatever the weights are, since products are fast with a float32 result only.
+    """
+    decoder = _merge(spec, params)
+    cos, sin = rope_tables(spec.rope, spec.head_dim, positions)
+    x = decoder.embed_tokens(token_ids)
+    if jax.default_backend() == "cpu":
+        return _rolled(decoder, x.astype(jnp.float32), kv, cos, sin, attend)
+    for index, layer in enumerate(decoder.layers):
+        x, kv = apply_layer(spec, layer, index, x, kv, cos, sin, attend)
+    return x, kv
+
+
+def _rolled(
+    decoder: Decoder, x: Float[Array, "T E"], kv: KV, cos: Array, sin: Array, attend: Attend
+) -> tuple[Float[Array, "T E"], KV]:
+    layers, spec = list(decoder.layers), decoder.spec
+
+    def body(index: Int[Array, ""], carry: tuple[Array, KV]) -> tuple[Array, KV]:
+        return apply_layer(spec, RolledLayer(layers, index), index, *carry, cos, sin, attend)
+
+    return lax.fori_loop(0, spec.num_layers, body, (x, kv))
+
+
+def apply_head(spec: ModelSpec, params: Params, hidden: Float[Array, "S E"]) -> Float[Array, "S V"]:
+    """Logits of the given rows of :func:`apply_layers`."""
+    return _merge(spec, params).logits(hidden)
+
+
+@functools.lru_cache(maxsize=8)
+def _split(spec: ModelSpec, dtype: DTypeLike) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(spec, dtype, nnx.Rngs(0))))
+
+
+def _merge(spec: ModelSpec, params: Params) -> Decoder:
+    graphdef, shapes = _split(spec, params["embed"]["embedding"].dtype)
+    state = jax.tree.map(lambda shape: shape, shapes)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)

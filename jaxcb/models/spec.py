@@ -1,0 +1,236 @@
+"""ModelSpec: everything the engine knows about a decoder, read from a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxcb.errors import ModelError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of ``model_type`` that the decoder covers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding: base and the way long contexts are reached.
+
+    ``kind`` and the fields below it follow the ``rope_parameters`` (older: ``rope_scaling``) of Hugging Face configs.
+    """
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Shapes and switches of one decoder. Letters as in the map (jaxcb/README.md): L layers, H query heads, ...
+
+    ``windows`` has one entry a layer: None for full attention, else the number of positions a query may look back
+    on, itself included.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rope: RopeSpec = RopeSpec()
+    rms_norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    windows: tuple[int | None, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "float32"
+    """dtype the checkpoint says it was stored in."""
+
+    def __post_init__(self) -> None:
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.num_layers)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position",
+        ):
+            if getattr(self, name) < 1:
+                raise ModelError(f"config.json: {name} must be positive, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"config.json: num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_kv_heads})"
+            )
+        if len(self.windows) != self.num_layers:
+            raise ModelError(f"config.json: layer_types names {len(self.windows)} layers, not {self.num_layers}")
+        if self.head_dim % 2:
+            raise ModelError(f"config.json: head_dim must be even, got {self.head_dim}")
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_params(self) -> int:
+        """Weights of the model, biases and norms left out."""
+        layer = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.intermediate_size)
+        heads = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * layer + heads * self.vocab_size * self.hidden_size
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of KV cache that one position takes in all layers, at ``itemsize`` bytes an element."""
+        return self.num_layers * 2 * self.kv_size * itemsize
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:
+        """Read a ``config.json`` (and ``generation_config.json``, whose end tokens win).
+
+        Raises:
+            ModelError: the architecture, the activation or the rope scaling is not supported, or a key is missing;
+                the message names the key.
+        """
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise ModelError(f"config.json: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
+        if config.get("quantization_config"):
+            method = dict(config["quantization_config"]).get("quant_method")
+            raise ModelError(f"config.json: quantization_config ({method}) is not supported")
+        activation = config.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ModelError(f"config.json: hidden_act {activation!r} is not supported; supported: silu")
+        num_layers = _get(config, "num_hidden_layers", int)
+        num_heads = _get(config, "num_attention_heads", int)
+        hidden_size = _get(config, "hidden_size", int)
+        eos = (generation_config or {}).get("eos_token_id")
+        return cls(
+            family=family,
+            vocab_size=_get(config, "vocab_size", int),
+            hidden_size=hidden_size,
+            intermediate_size=_get(config, "intermediate_size", int),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=_optional(config, "num_key_value_heads", num_heads),
+            head_dim=_optional(config, "head_dim", 128 if family == "qwen3" else hidden_size // max(num_heads, 1)),
+            max_position=_get(config, "max_position_embeddings", int),
+            rope=_rope(config),
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            qkv_bias=family == "qwen2" or (bool(config.get("attention_bias", False)) and family != "mistral"),
+            o_bias=bool(config.get("attention_bias", False)) and family in ("llama", "qwen3"),
+            mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
+            qk_norm=family == "qwen3",
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            windows=_windows(config, family, num_layers),
+            eos_token_ids=_id_tuple(eos if eos is not None else config.get("eos_token_id")),
+            bos_token_id=config.get("bos_token_id"),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        )
+
+
+def _get(config: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = config.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ModelError(f"config.json: {key} must be {kind.__name__}, got {value!r}")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ModelError(f"config.json: {key} must be a number, got {value!r}")
+    return float(value)
+
+
+def _optional(config: Mapping[str, Any], key: str, default: int) -> int:
+    return default if config.get(key) is None else _get(config, key, int)
+
+
+def _id_tuple(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ModelError(f"config.json: eos_token_id must be an integer or a list of integers, got {value!r}")
+    return tuple(ids)
+
+
+def _windows(config: Mapping[str, Any], family: str, num_layers: int) -> tuple[int | None, ...]:
+    """Mistral windows every layer; Qwen only if ``use_sliding_window``, and only the layers that are named.
+
+    A config without ``sliding_window`` means 4096 in both (transformers' default), one with null means no window.
+    """
+    window = config.get("sliding_window", 4096)
+    used = family == "mistral" or (family != "llama" and bool(config.get("use_sliding_window", False)))
+    if window is None or not used:
+        return (None,) * num_layers
+    if not isinstance(window, int) or window < 1:
+        raise ModelError(f"config.json: sliding_window must be a positive integer, got {window!r}")
+    if family != "mistral" and (types := config.get("layer_types")):
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ModelError(f"config.json: layer_types holds {sorted(unknown)}, which is not supported")
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = config.get("max_window_layers", 28) if family.startswith("qwen") else 0
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _rope(config: Mapping[str, Any]) -> RopeSpec:
+    params: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = config.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise ModelError(f"config.json: {key} must be an object, got {value!r}")
+        params |= value
+    theta = _number(params if params.get("rope_theta") else config, "rope_theta", 10_000.0)
+    kind = params.get("rope_type") or params.get("type") or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ModelError(
+            f"config.json: rope_scaling type {kind!r} is not supported; supported: default, linear, llama3, yarn"
+        )
+    for key in ("mscale", "mscale_all_dim"):
+        if params.get(key) is not None:
+            raise ModelError(f"config.json: rope_scaling key {key!r} is not supported")
+    if params.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
+        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
+    if kind != "default" and not isinstance(params.get("factor"), int | float):
+        raise ModelError(
+            f"config.json: rope_scaling of type {kind!r} needs a number 'factor', got {params.get('factor')!r}"
+        )
+    optional = {
+        key: params[key]
+        for key in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "truncate")
+        if params.get(key) is not None
+    }
+    original = params.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    if kind == "llama3" and not original:
+        raise ModelError("config.json: rope_scaling of type 'llama3' needs original_max_position_embeddings")
+    return RopeSpec(
+        theta=theta,
+        kind=kind,  # type: ignore[arg-type]  # one of the four literals, see above
+        factor=float(params.get("factor") or 1.0),
+        original_max_position=int(original or config["max_position_embeddings"]),
+        **optional,
+    )

@@ -1,0 +1,176 @@
+"""What a client asks for and what it gets back. No jax here: these types cross the whole engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+
+from jaxcb.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_FORBIDDEN_IDS = 8
+"""Ids that one row can forbid at once (its end tokens while ``min_tokens`` is not reached)."""
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended. The values are those of the OpenAI API, except ``abort``."""
+
+    STOP = "stop"
+    """An end-of-sequence id, a stop id or a stop string."""
+    LENGTH = "length"
+    """``max_tokens`` or the context limit was reached."""
+    ABORT = "abort"
+    """The client left or the engine was asked to drop the request."""
+    ERROR = "error"
+    """The engine failed while the request was running."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Names and meanings follow vLLM's.
+
+    Arguments:
+        temperature: 0 (or anything below 1e-5) is greedy. Default 1.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches ``top_p``; in (0, 1].
+        seed: an integer makes the draw reproducible: token ``i`` depends on (seed, position) alone, never on the
+            neighbours in the batch. None draws a fresh seed for the request.
+        max_tokens: most tokens to generate; None means "up to the context limit".
+        min_tokens: end tokens and stop strings are ignored until this many tokens were generated.
+        stop: strings that end the generation; they are not part of the returned text.
+        stop_token_ids: ids that end the generation.
+        ignore_eos: go on after the model's end-of-sequence ids.
+        include_stop_str_in_output: keep the stop string that ended the generation in the text.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        RequestError: a value is outside its range; ``.param`` names the field.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        _number("temperature", self.temperature, low=0.0, high=100.0)
+        _number("top_p", self.top_p, low=0.0, high=1.0)
+        _integer("top_k", self.top_k, low=-1)
+        _integer("min_tokens", self.min_tokens, low=0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be in (0, 1], got 0", param="top_p")
+        if self.seed is not None:
+            _integer("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, low=1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens must be at most max_tokens, got {self.min_tokens} > {self.max_tokens}",
+                    param="min_tokens",
+                )
+        if len(self.stop_token_ids) > MAX_FORBIDDEN_IDS:
+            raise RequestError(
+                f"stop_token_ids holds {len(self.stop_token_ids)} ids, at most {MAX_FORBIDDEN_IDS} are supported",
+                param="stop_token_ids",
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is taken and no random number is used."""
+        return self.temperature < 1e-5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt to continue. ``prompt_token_ids`` are used exactly as given."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    arrival_s: float = 0.0
+    """Seconds on the clock of ``time.monotonic()``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutput:
+    """The result of a request, or (``finish_reason`` None) its state so far.
+
+    ``text`` and ``token_ids`` are cumulative; ``new_text`` and ``new_token_ids`` hold what this update added, and
+    concatenate to the former over a stream. Times are seconds on the clock of ``time.monotonic()``.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    text: str
+    new_token_ids: Sequence[int] = ()
+    new_text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop id or stop string that ended the sequence, if one did; None for an end-of-sequence id."""
+    error: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that came out of the prefix cache."""
+    num_preemptions: int = 0
+    arrival_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+def _number(name: str, value: object, *, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be in [{low:g}, {high:g}], got {value!r}", param=name)
+
+
+def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise RequestError(f"{name} must be {limit}, got {value}", param=name)
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Sequence):
+        raise RequestError(f"{name} must be a string or a list of strings, got {value!r}", param=name)
+    if len(value) > MAX_STOP_STRINGS:
+        raise RequestError(f"{name} holds {len(value)} strings, at most {MAX_STOP_STRINGS} are supported", param=name)
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{name} must hold non-empty strings, got {text!r}", param=name)
+    return tuple(value)
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} must be a list of token ids, got {value!r}", param=name)
+    for token in value:
+        _integer(name, token, low=0, high=2**31 - 1)
+    return tuple(value)

@@ -1,0 +1,44 @@
+"""The value at a rank, or at a cumulative mass, of each row, without sorting the row.
+
+A non-negative float32 orders like its bits read as an integer, so a binary search over the 31 bits finds the exact
+threshold in 31 passes of compare-and-reduce. On a CPU at V = 49,152 that is a tenth of a sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+
+def kth_largest(values: Float[Array, "S V"], k: Int[Array, "S"]) -> Float[Array, "S"]:
+    """The largest t for which at least ``k`` values of the row are >= t. Values are >= 0, 1 <= k <= V."""
+    return _search(values.shape[0], lambda t: jnp.sum(values >= t[:, None], -1) >= k)
+
+
+def mass_threshold(values: Float[Array, "S V"], share: Float[Array, "S"]) -> Float[Array, "S"]:
+    """The largest t for which the values >= t sum to at least ``share`` of the row's sum.
+
+    The row's largest value always stays, and share 1 keeps everything above zero.
+    """
+    total = jnp.sum(values, -1)
+    goal = share * total
+
+    def reached(t: Float[Array, "S"]) -> Bool[Array, "S"]:
+        return jnp.sum(jnp.where(values >= t[:, None], values, 0.0), -1) >= goal
+
+    threshold = jnp.minimum(_search(values.shape[0], reached), values.max(-1))
+    return jnp.where(share >= 1.0, 0.0, threshold)
+
+
+def _search(num_rows: int, holds: Callable[[Float[Array, "S"]], Bool[Array, "S"]]) -> Float[Array, "S"]:
+    """Largest float t >= 0 with ``holds(t)``, where holds is true at 0 and falls once as t grows. Bit by bit."""
+
+    def set_bit(i: Int[Array, ""], bits: Int[Array, "S"]) -> Int[Array, "S"]:
+        trial = bits | (1 << (30 - i))
+        return jnp.where(holds(lax.bitcast_convert_type(trial, jnp.float32)), trial, bits)
+
+    bits = lax.fori_loop(0, 31, set_bit, jnp.zeros(num_rows, jnp.int32))
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,10 @@
+"""Decides, before each step, which tokens of which sequences it computes; learns afterwards what was sampled.
+
+No jax comes in here: the same objects run under the engine and, with a virtual clock, under the simulator.
+"""
+
+from jaxcb.scheduler.plan import PlanRow, StepPlan, TokenEvent
+from jaxcb.scheduler.scheduler import Scheduler, SchedulerLimits
+from jaxcb.scheduler.sequence import Sequence, Status
+
+__all__ = ["PlanRow", "Scheduler", "SchedulerLimits", "Sequence", "Status", "StepPlan", "TokenEvent"]

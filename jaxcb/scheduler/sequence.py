@@ -1,0 +1,75 @@
+"""Sequence: the scheduler's view of one request. Three counters that are never mixed:
+
+    committed  len(token_ids)   tokens that the host knows: the prompt and what was sampled and committed
+    computed   num_computed     positions whose KV is in the pages for certain (their step was committed)
+    scheduled  num_scheduled    positions whose KV is in the pages or is being written by a step in flight
+
+There are no phases: a step takes a sequence from ``num_scheduled`` towards ``num_predicted``, by one position (a
+decode) or by many (a chunk of its prompt). Only a step that reaches ``num_predicted`` samples a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from jaxcb.paging import ROOT
+from jaxcb.request import FinishReason, Request
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    request: Request
+    token_ids: list[int]
+    max_total_tokens: int
+    """Prompt and answer together end here (``max_tokens`` or the context limit)."""
+    end_ids: frozenset[int]
+    """Ids that end the sequence once ``min_tokens`` were generated."""
+    num_prompt_tokens: int = 0
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+
+    num_scheduled: int = 0
+    num_computed: int = 0
+    num_in_flight: int = 0
+    """Tokens that steps in flight will sample for this sequence."""
+    last_step: int = -1
+    """Number of the last step whose plan names this sequence."""
+    generation: int = 0
+    """Raised whenever the sequence gives its pages back: a step planned before that must not touch its counters."""
+
+    slot: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    """The block table: page of positions [i * page_size, (i + 1) * page_size) at index i."""
+    num_registered_pages: int = 0
+    prefix_node: int = ROOT
+
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache gave at the first admission."""
+    num_preemptions: int = 0
+    admitted_once: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_predicted(self) -> int:
+        """Committed tokens and those that steps in flight will add."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_remaining(self) -> int:
+        """Positions that wait for their KV: 1 for a decode, more for a prompt, 0 if the last token is in flight."""
+        predicted = self.num_predicted
+        return 0 if predicted >= self.max_total_tokens else predicted - self.num_scheduled
+
+    @property
+    def num_generated(self) -> int:
+        """Committed tokens of the answer."""
+        return len(self.token_ids) - self.num_prompt_tokens

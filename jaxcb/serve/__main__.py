@@ -1,0 +1,59 @@
+"""``python -m jaxcb.serve``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from jaxcb.config import EngineConfig
+from jaxcb.errors import JaxcbError
+from jaxcb.serve.cli import ServeOptions, parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal comes; returns the exit status. Whatever can't work is one line on stderr and status 1."""
+    try:
+        config, options = parse(argv)
+        _set_up_logging(options)
+        return _serve(config, options)
+    except JaxcbError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(config: EngineConfig, options: ServeOptions) -> int:
+    """The socket comes first: a port in use is known at once, not after minutes of loading."""
+    from jaxcb.serve import server
+
+    sock = server.bind(options.host, options.port)
+    # jax takes seconds to import: not for --help, and not before the port is known to be free
+    from jaxcb.engine import Engine
+    from jaxcb.serve.app import make_app
+    from jaxcb.serve.banner import banner
+
+    engine = Engine.start(config)
+    try:
+        if options.chat_template is not None:
+            engine.tokenizer.chat_template = options.chat_template
+        engine.tokenizer.warm_up()
+        app = make_app(engine, model_names=options.served_model_names, api_key=options.api_key)
+        name = app.state.service.model_names[0]
+        url = server.listen(sock)
+        print(banner(engine, model_name=name, url=url, has_api_key=options.api_key is not None), flush=True)
+        server.run(app, engine, sock, drain_timeout_s=options.drain_timeout_s)
+    finally:
+        engine.shutdown()
+    return 0
+
+
+def _set_up_logging(options: ServeOptions) -> None:
+    level = options.log_level.upper()
+    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jaxcb").setLevel(level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

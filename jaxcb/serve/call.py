@@ -1,0 +1,65 @@
+"""A checked HTTP request on its way to the engine, and what an endpoint has to bring to serve one."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from jaxcb.errors import RequestError
+from jaxcb.request import RequestOutput, SamplingParams
+from jaxcb.serve.requests import StreamOptions
+from jaxcb.serve.responses import Usage
+
+
+class Prompt(NamedTuple):
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One HTTP request: one or more prompts. Each becomes a request of the engine.
+
+    ``field_names`` tells where the body calls something by another name than the engine does.
+    """
+
+    id: str
+    model: str
+    prompts: Sequence[Prompt]
+    stream: bool
+    include_usage: bool
+    field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Face:
+    """An endpoint in three functions: what stands between the engine's words and OpenAI's."""
+
+    answer: Callable[[Call, Sequence[RequestOutput]], msgspec.Struct]
+    """The body for the finished outputs, one a prompt."""
+    chunks: Callable[[Call, int, RequestOutput, bool], list[msgspec.Struct]]
+    """(call, index of the prompt, output, whether it is its first) -> the chunks that say what the output added."""
+    usage_chunk: Callable[[Call, Usage], msgspec.Struct]
+
+
+def new_id(prefix: str) -> str:
+    """An id that no client can choose or guess, so that two requests never share one."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def wants_usage(stream: bool | None, options: StreamOptions | None) -> bool:
+    """Whether a stream ends with a usage chunk.
+
+    Raises:
+        RequestError: ``stream_options`` without ``stream``.
+    """
+    if options is not None and not stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    return options is not None and bool(options.include_usage)

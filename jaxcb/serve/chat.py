@@ -1,0 +1,129 @@
+"""/v1/chat/completions: messages through the model's own template, answers as an assistant's message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET
+
+from jaxcb.errors import RequestError
+from jaxcb.request import RequestOutput
+from jaxcb.serve.call import Call, Face, Prompt, new_id, wants_usage
+from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
+from jaxcb.serve.requests import CHAT_UNSUPPORTED, ChatFields, ChatMessage, IgnoredFields, SamplingFields
+from jaxcb.serve.responses import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    Delta,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from jaxcb.serve.service import Service
+
+
+def read(body: bytes, service: Service) -> Call:
+    """Check a body and build its prompt. Slow for long prompts: call it off the event loop.
+
+    Raises:
+        RequestError, ApiError: what is wrong, naming the field.
+    """
+    fields = decode_object(body)
+    refuse_unsupported(fields, CHAT_UNSUPPORTED)
+    sampling = take(fields, SamplingFields)
+    take(fields, IgnoredFields)
+    chat = convert(fields, ChatFields)
+    model = service.check_model(chat.model)
+    if not chat.messages:
+        raise RequestError("messages must hold at least one message", param="messages")
+    include_usage = wants_usage(chat.stream, chat.stream_options)
+    params = _one_limit(sampling, chat.max_completion_tokens).params(max_tokens=None)
+    token_ids = service.engine.tokenizer.apply_chat_template([_message(message) for message in chat.messages])
+    limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
+    return Call(
+        id=new_id("chatcmpl"),
+        model=model,
+        prompts=[Prompt(token_ids, params)],
+        stream=bool(chat.stream),
+        include_usage=include_usage,
+        field_names={"prompt": "messages", "max_tokens": limit_name},
+    )
+
+
+def _one_limit(sampling: SamplingFields, max_completion_tokens: int | None) -> SamplingFields:
+    """``max_completion_tokens`` is the newer name of ``max_tokens``."""
+    if max_completion_tokens is None:
+        return sampling
+    if sampling.max_tokens not in (None, max_completion_tokens):
+        raise RequestError(
+            f"max_tokens ({sampling.max_tokens}) and max_completion_tokens ({max_completion_tokens}) name the same "
+            "limit: send one of them",
+            param="max_tokens",
+        )
+    return msgspec.structs.replace(sampling, max_tokens=max_completion_tokens)
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """What the tokenizer takes. "developer" is OpenAI's newer name of the system role; templates know the older."""
+    content: Any = message.content
+    if not isinstance(content, str):
+        content = [msgspec.structs.asdict(part) for part in content]
+    role = "system" if message.role == "developer" else message.role
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": content, **named}
+
+
+def _answer(call: Call, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+    return ChatCompletion(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=[
+            ChatChoice(
+                index=index,
+                message=AnswerMessage(content=output.text),
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+            )
+            for index, output in enumerate(outputs)
+        ],
+        usage=Usage.of(outputs),
+    )
+
+
+def _chunks(call: Call, index: int, output: RequestOutput, first: bool) -> list[msgspec.Struct]:
+    """The role comes alone and first; an output that added no text and ends nothing is not worth a chunk."""
+    chunks: list[msgspec.Struct] = []
+    if first:
+        chunks.append(_chunk(call, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))]))
+    if output.new_text or output.finished:
+        choice = ChatChunkChoice(
+            index=index,
+            delta=Delta(content=output.new_text or UNSET),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason if output.finished else UNSET,
+        )
+        chunks.append(_chunk(call, [choice]))
+    return chunks
+
+
+def _chunk(call: Call, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+    return ChatChunk(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=choices,
+        usage=usage if call.include_usage else UNSET,
+    )
+
+
+def _usage_chunk(call: Call, usage: Usage) -> ChatChunk:
+    return _chunk(call, [], usage)
+
+
+FACE = Face(answer=_answer, chunks=_chunks, usage_chunk=_usage_chunk)

@@ -1,0 +1,173 @@
+"""What the endpoints accept: fields that are honoured, fields without effect, and values of those not supported yet.
+
+The names come from OpenAI's reference and, for the extras, from vLLM. null is the same as leaving a field out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from jaxcb.request import SamplingParams
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every generating endpoint that go into :class:`jaxcb.request.SamplingParams` under the same name."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    def params(self, *, max_tokens: int | None) -> SamplingParams:
+        """The checked parameters; ``max_tokens`` is the endpoint's default.
+
+        Raises:
+            RequestError: a value is out of range; ``.param`` names the field.
+        """
+        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return SamplingParams(**{"max_tokens": max_tokens, **given})
+
+
+class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Accepted without effect: they ask nothing of the answer. (There are no tools yet to call in parallel.)"""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+
+
+UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
+    "cache_salt": (),
+    "request_id": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+"""Known fields that no endpoint honours yet, with the values that ask for what happens anyway."""
+
+CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    **UNSUPPORTED,
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+}
+
+COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    **UNSUPPORTED,
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "suffix": (),
+    "add_special_tokens": (True,),
+}
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``include_usage`` asks for a last chunk with the usage; the others are refused unless false."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("include_obfuscation", "continuous_usage_stats"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported: leave it out or send false")
+
+
+class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a message's content. Other keys than ``text`` (``image_url``, ...) come with another ``type``."""
+
+    type: str
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type != "text":
+            raise ValueError(f'only parts of type "text" are supported, got {self.type[:40]!r}')
+        if self.text is None:
+            raise ValueError('a part of type "text" needs the field text')
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message. Fields after ``name`` belong to answers that clients send back, and must be empty."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in ("system", "developer", "user", "assistant"):
+            raise ValueError(f"role must be system, developer, user or assistant, got {self.role[:40]!r}")
+        for name in ("refusal", "annotations", "audio", "function_call", "tool_calls"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported in a message: leave it out or send null")
+
+
+class ChatFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions, without the fields above. ``model`` may be left out: there is only one."""
+
+    messages: list[ChatMessage]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+class CompletionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions. ``prompt``: a string, token ids, or a list of either (not both)."""
+
+    prompt: str | list[str | int | list[int]]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None

@@ -1,0 +1,121 @@
+"""What the endpoints answer, in OpenAI's words. ``stop_reason`` is vLLM's extra."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxcb.request import FinishReason, RequestOutput
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> Usage:
+        """The sums over the finished sequences of one HTTP request."""
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        generated = sum(len(output.token_ids) for output in outputs)
+        cached = sum(output.num_cached_tokens for output in outputs)
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=generated,
+            total_tokens=prompt + generated,
+            prompt_tokens_details=PromptTokensDetails(cached),
+        )
+
+
+class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: AnswerMessage
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    logprobs: None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    logprobs: None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """``usage`` is there (null until the last chunk) only when the client asked for it."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice of a completion, and of a chunk of one."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    logprobs: None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion, and a chunk of one (which has a ``usage`` as :class:`ChatChunk` has)."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "jaxcb"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]
+
+
+def encode(value: Any) -> bytes:
+    """JSON bytes. msgspec writes NaN and Infinity as null, so the result is always valid."""
+    return msgspec.json.encode(value)

@@ -1,0 +1,126 @@
+"""The one object behind all routes: the engine, the names it is served under, and what is measured of each request."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from jaxcb.errors import JaxcbError, RequestError
+from jaxcb.request import FinishReason, Request, RequestOutput
+from jaxcb.serve.call import Call
+from jaxcb.serve.errors import ApiError, stopped
+from jaxcb.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from jaxcb.engine import Engine, OutputStream
+
+logger = logging.getLogger("jaxcb.serve")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Service:
+    """``model_names`` are the names that requests may use; answers carry the first."""
+
+    engine: Engine
+    model_names: tuple[str, ...]
+    metrics: Metrics
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        limit = self.engine.config.max_model_len
+        assert limit is not None  # the engine resolved it when it started
+        return limit
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; None means the only model there is.
+
+        Raises:
+            ApiError: 404 for a name that is not served.
+        """
+        if name is not None and name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise ApiError(
+                404, f"model {name[:80]!r} does not exist; served: {served}", param="model", code="model_not_found"
+            )
+        return self.model_names[0]
+
+    def submit(self, call: Call) -> list[OutputStream]:
+        """Hand every prompt of a call to the engine, or none.
+
+        Raises:
+            RequestError, QueueFullError, EngineStoppedError: the engine refused one of them.
+        """
+        streams: list[OutputStream] = []
+        try:
+            for index, prompt in enumerate(call.prompts):
+                request = Request(
+                    request_id=f"{call.id}-{index}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=prompt.sampling,
+                    arrival_s=call.arrival_s,
+                )
+                streams.append(self.engine.submit(request))
+        except JaxcbError as error:
+            for stream in streams:
+                stream.abort()
+            if isinstance(error, RequestError) and error.param is not None:
+                raise RequestError(str(error), param=call.field_names.get(error.param, error.param)) from error
+            raise
+        return streams
+
+
+class Meter:
+    """Watches the outputs of one sequence go by: gaps between tokens, the log line and the metrics at its end."""
+
+    def __init__(self, service: Service):
+        self._metrics = service.metrics
+        self._last_s: float | None = None
+
+    def saw(self, output: RequestOutput) -> None:
+        """Call with every output, in order.
+
+        Raises:
+            ApiError: the engine dropped the sequence.
+        """
+        now_s = time.monotonic()
+        if output.new_token_ids:
+            if self._last_s is not None:
+                self._metrics.inter_token_s.observe(now_s - self._last_s)
+            self._last_s = now_s
+        if output.finish_reason is None:
+            return
+        _log_end(output)
+        if output.finish_reason is FinishReason.ERROR:
+            logger.error("%s failed: %s", output.request_id, output.error)
+            raise ApiError(500, "The engine failed while this request was running.", code="engine_error")
+        if output.finish_reason is FinishReason.ABORT:
+            raise stopped()
+        self._metrics.finished(output)
+
+
+def log_left(call: Call) -> None:
+    logger.info("%s: the client left; dropped", call.id)
+
+
+def _log_end(output: RequestOutput) -> None:
+    generated = len(output.token_ids)
+    timing = ""
+    if output.first_token_s is not None and output.finished_s is not None:
+        decode_s = output.finished_s - output.first_token_s
+        timing = f", first token {output.first_token_s - output.arrival_s:.3f} s"
+        if generated > 1 and decode_s > 0:
+            timing += f", then {(generated - 1) / decode_s:.1f} tok/s"
+    logger.info(
+        "%s: %s after %d + %d tokens (%d cached, preempted %d times)%s",
+        output.request_id,
+        output.finish_reason,
+        len(output.prompt_token_ids),
+        generated,
+        output.num_cached_tokens,
+        output.num_preemptions,
+        timing,
+    )

@@ -1,0 +1,194 @@
+"""StepBatch: a step as the device sees it, and the one int32 array that it is uploaded in.
+
+Worked example, bucket (T 8, S 4), page_size 2, the plan of ``jaxcb.scheduler.plan``; slot 9 is the trash slot:
+
+    token_ids     -1 11 12 13 | 0 0 0 0      -1: what slot 5 sampled last step
+    positions      7  4  5  6 | 0 0 0 0
+    token_rows     0  1  1  1 | 3 3 3 3      row of each token; padding belongs to the last row, and is masked
+    query_starts   0  1  4  4  4             [S + 1]
+    context_lens   8  7  0  0                0 marks a padding row
+    slots          5  2  9  9
+    sample_slots   5  2  9  9                where the sampled token goes; the trash slot if the row samples none
+    table_changes  (2*P+2, 8) (2*P+3, 2)     flat index into block_tables [slots, P], page; the rest go to the trash slot
+
+Floats and the two halves of a 64-bit seed travel as their bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt
+
+from jaxcb.request import MAX_FORBIDDEN_IDS
+from jaxcb.scheduler import StepPlan
+from jaxcb.step.buckets import Bucket
+
+CHANGES_PER_UPLOAD = 512
+"""Block-table changes that a large upload carries; more of them (long prefix hits) take uploads of their own."""
+
+
+MAX_INT32 = 2**31 - 1
+
+
+class StepBatch(NamedTuple):
+    """The parts that the forward reads. T tokens, S rows, C block-table changes."""
+
+    token_ids: Int[Array, "T"]
+    positions: Int[Array, "T"]
+    token_rows: Int[Array, "T"]
+    query_starts: Int[Array, "S+1"]
+    context_lens: Int[Array, "S"]
+    slots: Int[Array, "S"]
+    change_index: Int[Array, "C"]
+    change_page: Int[Array, "C"]
+
+
+class SampleBatch(NamedTuple):
+    """The parts that the sampler reads. ``forbidden`` ids (-1: none) can't be sampled."""
+
+    sample_slots: Int[Array, "S"]
+    positions: Int[Array, "S"]
+    temperature: Float[Array, "S"]
+    top_p: Float[Array, "S"]
+    top_k: Int[Array, "S"]
+    seeds: UInt[Array, "S 2"]
+    forbidden: Int[Array, "S F"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLayout:
+    """Where each part of a bucket's upload lies. ``table_width`` is P, ``num_slots`` the number of the trash slot."""
+
+    bucket: Bucket
+    table_width: int
+    num_slots: int
+
+    @property
+    def num_changes(self) -> int:
+        return min(CHANGES_PER_UPLOAD, 2 * self.bucket.num_tokens + 8)
+
+    @property
+    def _forward_sizes(self) -> tuple[int, ...]:
+        T, S, C = self.bucket.num_tokens, self.bucket.num_seqs, self.num_changes
+        return (T, T, T, S + 1, S, S, C, C)
+
+    @property
+    def sample_start(self) -> int:
+        return sum(self._forward_sizes)
+
+    @property
+    def size(self) -> int:
+        """int32 values in the upload."""
+        return self.sample_start + sample_size(self.bucket.num_seqs)
+
+    def pack(self, plan: StepPlan) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Build the upload of a plan.
+
+        Returns:
+            A fresh int32 array [size] (never reused: the device may read it in place), and the block-table changes
+            that found no room in it, to be uploaded before it.
+        """
+        upload = np.zeros(self.size, np.int32)
+        token_ids, positions, token_rows, starts, contexts, slots, change_index, change_page = np.split(
+            upload[: self.sample_start], np.cumsum(self._forward_sizes)[:-1]
+        )
+        sample = upload[self.sample_start :]
+        rows = plan.rows
+        count = len(rows)
+        lengths = np.fromiter((len(row.token_ids) for row in rows), np.int32, count)
+        used = int(lengths.sum())
+        token_ids[:used] = np.fromiter((token for row in rows for token in row.token_ids), np.int32, used)
+        token_rows[:used] = np.repeat(np.arange(count, dtype=np.int32), lengths)
+        token_rows[used:] = self.bucket.num_seqs - 1
+        starts[1 : count + 1] = np.cumsum(lengths)
+        starts[count + 1 :] = used
+        first = np.fromiter((row.start for row in rows), np.int32, count)
+        contexts[:count] = first + lengths
+        positions[:used] = np.arange(used, dtype=np.int32) + np.repeat(first - starts[:count], lengths)
+        slots[:] = self.num_slots
+        slots[:count] = [row.slot for row in rows]
+
+        changes = [
+            (row.slot * self.table_width + row.first_new_page + i, page)
+            for row in rows
+            for i, page in enumerate(row.new_pages)
+        ]
+        kept, overflow = changes[: self.num_changes], changes[self.num_changes :]
+        change_index[:] = self.num_slots * self.table_width
+        if kept:
+            change_index[: len(kept)], change_page[: len(kept)] = np.asarray(kept, np.int32).T
+        _pack_sampling(plan, sample, self.bucket.num_seqs, self.num_slots)
+        return upload, overflow
+
+    def unpack(self, upload: Int[Array, "size"]) -> StepBatch:
+        parts = jnp.split(upload[: self.sample_start], np.cumsum(self._forward_sizes)[:-1])
+        return StepBatch(*parts)
+
+    def sample_part(self, upload: Int[Array, "size"]) -> Int[Array, "sample_size"]:
+        return upload[self.sample_start :]
+
+
+def sample_size(num_seqs: int) -> int:
+    """int32 values of the sampler's part of an upload."""
+    return num_seqs * (7 + MAX_FORBIDDEN_IDS)
+
+
+def _pack_sampling(plan: StepPlan, part: np.ndarray, num_seqs: int, trash_slot: int) -> None:
+    """Rows of [sample_slot, position, temperature, top_p, top_k, seed low, seed high, forbidden ids...]."""
+    table = part.reshape(num_seqs, 7 + MAX_FORBIDDEN_IDS)
+    table[:, 0] = trash_slot
+    table[:, 7:] = -1
+    floats = table[:, 2:4].view(np.float32)
+    floats[:, 1] = 1.0
+    for i, row in enumerate(plan.rows):
+        if not row.samples:
+            continue
+        sampling = row.sequence.request.sampling
+        table[i, 0] = row.slot
+        table[i, 1] = row.context_len
+        if not sampling.greedy:
+            floats[i] = sampling.temperature, sampling.top_p
+            seed = (sampling.seed or 0) & (2**64 - 1)
+            table[i, 4:7] = np.array([min(max(sampling.top_k, 0), MAX_INT32), seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
+        if row.context_len - row.sequence.num_prompt_tokens < sampling.min_tokens:
+            ids = sorted(row.sequence.end_ids)
+            table[i, 7 : 7 + len(ids)] = ids
+
+
+def unpack_sampling(part: Int[Array, "sample_size"], num_seqs: int) -> SampleBatch:
+    table = part.reshape(num_seqs, 7 + MAX_FORBIDDEN_IDS)
+    floats = lax.bitcast_convert_type(table[:, 2:4], jnp.float32)
+    return SampleBatch(
+        sample_slots=table[:, 0],
+        positions=table[:, 1],
+        temperature=floats[:, 0],
+        top_p=floats[:, 1],
+        top_k=table[:, 4],
+        seeds=lax.bitcast_convert_type(table[:, 5:7], jnp.uint32),
+        forbidden=table[:, 7:],
+    )
+
+
+class SlotState(NamedTuple):
+    """Device-side rows of the running sequences; the last slot is the trash slot. Donated into every step."""
+
+    last_token: Int[Array, "slots+1"]
+    block_tables: Int[Array, "slots+1 P"]
+
+    @staticmethod
+    def zeros(num_slots: int, table_width: int) -> SlotState:
+        return SlotState(
+            last_token=jnp.zeros(num_slots + 1, jnp.int32),
+            block_tables=jnp.zeros((num_slots + 1, table_width), jnp.int32),
+        )
+
+
+def apply_changes(state: SlotState, index: Int[Array, "C"], page: Int[Array, "C"]) -> SlotState:
+    """Write pages into the block tables at flat indices."""
+    flat = state.block_tables.reshape(-1).at[index].set(page, mode="promise_in_bounds")
+    return state._replace(block_tables=flat.reshape(state.block_tables.shape))

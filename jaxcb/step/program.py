@@ -1,0 +1,111 @@
+"""The two programs of a step, as pure functions of device arrays. Only shapes, the spec and the tier are static."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxcb.models import ModelSpec, apply_head, apply_layers
+from jaxcb.models.decoder import LayerIndex, Params
+from jaxcb.sampling import Tier, sample
+from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
+from pallas_kernels import attention_metadata, ragged_paged_attention, write_kv
+from pallas_kernels.metadata import AttentionMetadata, Backend
+
+KVPages = Shaped[Array, "N L 2 page_size K D"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """Traces one bucket's forward. ``page_size`` and ``backend`` are the engine's."""
+
+    spec: ModelSpec
+    layout: StepLayout
+    page_size: int
+    backend: Backend
+
+    def forward(
+        self, params: Params, kv: KVPages, state: SlotState, upload: Int[Array, "size"]
+    ) -> tuple[KVPages, SlotState, Float[Array, "S V"], Int[Array, "sample_size"]]:
+        """Write the step's K and V into their pages and compute the logits of each row's last token.
+
+        Returns:
+            The pages and the slot state (both updated in place when donated), the logits of all rows (of those that
+            sample nothing too: they are not used), and the upload's part for :func:`sample_step`.
+        """
+        batch = self.layout.unpack(upload)
+        state = apply_changes(state, batch.change_index, batch.change_page)
+        slots = batch.slots[batch.token_rows]
+        token_ids = jnp.where(batch.token_ids < 0, state.last_token[slots], batch.token_ids)
+        hidden, kv = self._layers(params, kv, state, batch, token_ids)
+        if not self.layout.bucket.decode_only:
+            hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
+        return kv, state, apply_head(self.spec, params, hidden), self.layout.sample_part(upload)
+
+    def _layers(
+        self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
+    ) -> tuple[Float[Array, "T E"], KVPages]:
+        spec, shape = self.spec, kv.shape
+        tables = state.block_tables[batch.slots]
+        pages = tables[batch.token_rows, batch.positions // self.page_size]
+        is_token = jnp.arange(token_ids.shape[0]) < batch.query_starts[-1]
+        pages = jnp.where(is_token, pages, 0)  # padding writes to the trash page
+        offsets = batch.positions % self.page_size
+        windows = sorted(set(spec.windows), key=str)
+        metadata = [self._metadata(batch, tables, window) for window in windows]
+        kind_of_layer = [windows.index(window) for window in spec.windows]
+
+        def attend(
+            layer: LayerIndex, pool: Array, q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
+        ) -> tuple[Array, Float[Array, "T H D"]]:
+            where = {"layer": layer, "num_layers": spec.num_layers, "backend": self.backend}
+            pool = write_kv(pool, k, v, pages, offsets, **where)
+            kinds = [
+                functools.partial(ragged_paged_attention, metadata=metadata[i], window=window, **where)
+                for i, window in enumerate(windows)
+            ]
+            if len(kinds) == 1 or isinstance(layer, int):
+                return pool, kinds[kind_of_layer[layer] if isinstance(layer, int) else 0](q, pool)
+            return pool, lax.switch(jnp.asarray(kind_of_layer)[layer], kinds, q, pool)
+
+        flat = kv.reshape(-1, *shape[3:])
+        hidden, flat = apply_layers(spec, params, token_ids, batch.positions, flat, attend)
+        return hidden, flat.reshape(shape)
+
+    def _metadata(self, batch: StepBatch, tables: Int[Array, "S P"], window: int | None) -> AttentionMetadata:
+        return attention_metadata(
+            batch.query_starts,
+            batch.context_lens,
+            tables,
+            num_tokens=self.layout.bucket.num_tokens,
+            page_size=self.page_size,
+            num_heads=self.spec.num_heads,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            window=window,
+            decode_only=self.layout.bucket.decode_only,
+            backend=self.backend,
+        )
+
+
+def sample_step(
+    state: SlotState, logits: Float[Array, "S V"], part: Int[Array, "sample_size"], *, tier: Tier
+) -> tuple[SlotState, Int[Array, "S"]]:
+    """Sample every row and leave its token in its slot, where the next step finds it."""
+    batch = unpack_sampling(part, logits.shape[0])
+    token_ids = sample(
+        logits,
+        tier=tier,
+        temperature=batch.temperature,
+        top_k=batch.top_k,
+        top_p=batch.top_p,
+        seeds=batch.seeds,
+        positions=batch.positions,
+        forbidden=batch.forbidden,
+    )
+    last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="promise_in_bounds")
+    return state._replace(last_token=last_token), token_ids

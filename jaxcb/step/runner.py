@@ -1,0 +1,159 @@
+"""Runner: owns the device arrays (weights, KV pages, slot state) and the compiled programs; launches steps.
+
+Every program is compiled ahead of time, before the engine is ready, and called as an executable: a shape that was not
+compiled is an error, never a compile in the middle of service.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled, Lowered
+from jaxtyping import Array, Int
+from tqdm import tqdm
+
+from jaxcb.models import ModelSpec
+from jaxcb.models.decoder import Params
+from jaxcb.sampling import Tier
+from jaxcb.scheduler import StepPlan
+from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes, sample_size
+from jaxcb.step.buckets import Bucket, Buckets
+from jaxcb.step.program import StepProgram, sample_step
+from pallas_kernels.metadata import Backend
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerShape:
+    """Sizes of the device arrays. ``num_pages`` counts usable pages; the trash page is added here."""
+
+    num_pages: int
+    page_size: int
+    num_slots: int
+    max_model_len: int
+
+    @property
+    def table_width(self) -> int:
+        """P: pages of the longest sequence."""
+        return -(-self.max_model_len // self.page_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """A launched step. ``token_ids[i]`` belongs to ``plan.rows[i]``; the copy to the host is under way."""
+
+    plan: StepPlan
+    bucket: Bucket
+    token_ids: Int[Array, "S"]
+
+    def wait(self) -> list[int]:
+        """Block until the step has run; token ids by row (of no meaning where the row samples nothing)."""
+        return np.asarray(self.token_ids)[: len(self.plan.rows)].tolist()
+
+
+class Runner:
+    """Not thread-safe: the engine's thread calls it."""
+
+    def __init__(self, spec: ModelSpec, params: Params, buckets: Buckets, shape: RunnerShape, backend: Backend):
+        self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
+        self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
+        self._state = SlotState.zeros(shape.num_slots, shape.table_width)
+        self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
+        self._forward: dict[Bucket, Compiled] = {}
+        self._sample: dict[tuple[int, Tier], Compiled] = {}
+        self._change: Compiled | None = None
+
+    def compile(self, *, progress: bool = True) -> None:
+        """Compile every program, several at once. With a warm compilation cache this loads them."""
+        jobs = list(self._jobs())
+        with (
+            ThreadPoolExecutor(max_workers=4) as workers,
+            tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress) as bar,
+        ):
+            futures = {workers.submit(lambda lower=lower: lower().compile()): keep for lower, keep in jobs}
+            for future in as_completed(futures):
+                futures[future](future.result())
+                bar.update()
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Upload a plan and start its two programs. Returns at once; the device works on."""
+        bucket = self.buckets.choose(plan.num_tokens, plan.decode_only)
+        upload, overflow = self._layouts[bucket].pack(plan)
+        for start in range(0, len(overflow), CHANGES_PER_UPLOAD):
+            self._upload_changes(overflow[start : start + CHANGES_PER_UPLOAD])
+        self._kv, self._state, logits, part = self._forward[bucket](self.params, self._kv, self._state, upload)
+        sampler = self._sample[bucket.num_seqs, tier_of(plan)]
+        self._state, token_ids = sampler(self._state, logits, part)
+        token_ids.copy_to_host_async()
+        return InFlight(plan, bucket, token_ids)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._kv.nbytes
+
+    def _upload_changes(self, changes: list[tuple[int, int]]) -> None:
+        index = np.full(CHANGES_PER_UPLOAD, self.shape.num_slots * self.shape.table_width, np.int32)
+        page = np.zeros(CHANGES_PER_UPLOAD, np.int32)
+        index[: len(changes)], page[: len(changes)] = np.asarray(changes, np.int32).T
+        assert self._change is not None, "compile() comes first"
+        self._state = self._change(self._state, index, page)
+
+    def _jobs(self) -> Iterable[tuple[Callable[[], Lowered], Callable[[Compiled], Any]]]:
+        """(lower it, keep it) for every program, the slowest first."""
+        params, kv, state = (jax.tree.map(_abstract, x) for x in (self.params, self._kv, self._state))
+        for bucket in sorted(self.buckets, key=lambda bucket: -bucket.num_tokens):
+            layout = self._layouts[bucket]
+            program = StepProgram(self.spec, layout, self.shape.page_size, self.backend)
+            forward = jax.jit(program.forward, donate_argnums=(1, 2))
+            upload = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+            yield (
+                functools.partial(forward.lower, params, kv, state, upload),
+                functools.partial(self._forward.__setitem__, bucket),
+            )
+        logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
+        for num_seqs in sorted({bucket.num_seqs for bucket in self.buckets}):
+            logits = jax.ShapeDtypeStruct((num_seqs, self.spec.vocab_size), logits_dtype)
+            part = jax.ShapeDtypeStruct((sample_size(num_seqs),), jnp.int32)
+            for tier in Tier:
+                sampler = jax.jit(functools.partial(sample_step, tier=tier), donate_argnums=(0, 1))
+                yield (
+                    functools.partial(sampler.lower, state, logits, part),
+                    functools.partial(self._sample.__setitem__, (num_seqs, tier)),
+                )
+        change = jax.ShapeDtypeStruct((CHANGES_PER_UPLOAD,), jnp.int32)
+        yield (
+            functools.partial(jax.jit(apply_changes, donate_argnums=0).lower, state, change, change),
+            functools.partial(setattr, self, "_change"),
+        )
+
+
+def tier_of(plan: StepPlan) -> Tier:
+    """The cheapest tier that honours every row that samples."""
+    tier = Tier.GREEDY
+    for row in plan.rows:
+        sampling = row.sequence.request.sampling
+        if row.samples and not sampling.greedy:
+            if sampling.top_k > 0 or sampling.top_p < 1.0:
+                return Tier.FULL
+            tier = Tier.PLAIN
+    return tier
+
+
+def kv_shape(spec: ModelSpec, shape: RunnerShape) -> tuple[int, ...]:
+    """[N, L, 2, page_size, K, D], the trash page included."""
+    return (shape.num_pages + 1, spec.num_layers, 2, shape.page_size, spec.num_kv_heads, spec.head_dim)
+
+
+def kv_dtype(weights: Any) -> Any:
+    """Pages hold the weights' dtype. XLA's CPU scatter converts a whole bfloat16 array, so there its bits are kept."""
+    return jnp.uint16 if weights == jnp.bfloat16 and jax.default_backend() == "cpu" else weights
+
+
+def _abstract(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -1,0 +1,109 @@
+"""Chat templates: Jinja source from the model, rendered in transformers' sandbox so that prompts equal its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxcb.errors import RequestError
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    special_tokens: Mapping[str, str],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> str:
+    """The text that ``template`` makes of ``messages``.
+
+    Raises:
+        RequestError: the messages are malformed, or the template (which the model brought) raised something.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "continue_final_message leaves the last message open and add_generation_prompt begins a new one; "
+            "set only one of them",
+            param="continue_final_message",
+        )
+    checked = [_check_message(index, message) for index, message in enumerate(_check_list(messages))]
+    render_jinja_template = _renderer()
+    try:
+        rendered, _ = render_jinja_template(
+            conversations=[checked],
+            tools=[dict(tool) for tool in tools] if tools else None,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **special_tokens,
+        )
+    except Exception as error:  # the template is a program from outside: whatever it raises refuses this request
+        raise RequestError(f"the model's chat template refused the messages: {error}", param="messages") from error
+    return rendered[0]
+
+
+def warm_up(template: str) -> None:
+    """Import the renderer and compile ``template``. A template with a syntax error is reported by the first request."""
+    try:
+        render(
+            template,
+            [{"role": "user", "content": ""}],
+            tools=None,
+            special_tokens={},
+            add_generation_prompt=True,
+            continue_final_message=False,
+        )
+    except RequestError:
+        return  # some templates refuse an empty message; what counts is compiled
+
+
+def _renderer() -> Callable[..., tuple[list[str], list[Any]]]:
+    """transformers' renderer. The import takes two seconds, nearly all of it transformers' own start."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would tell the user that PyTorch is missing
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template  # type: ignore[return-value]  # annotated as str; it returns a pair
+
+
+def _check_list(messages: object) -> Sequence[Any]:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages must be a list, got {type(messages).__name__}", param="messages")
+    if not messages:
+        raise RequestError("messages must hold at least one message, got none", param="messages")
+    return messages
+
+
+def _check_message(index: int, message: object) -> dict[str, Any]:
+    """A plain dict without None values (templates would print "None"), text parts joined to one string."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"messages[{index}] must be an object, got {type(message).__name__}", param="messages")
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"messages[{index}] needs a string 'role', got {message.get('role')!r}", param="messages")
+    checked = {key: value for key, value in message.items() if value is not None}
+    if "content" in checked:
+        checked["content"] = _content_text(index, checked["content"])
+    return checked
+
+
+def _content_text(index: int, content: object) -> str:
+    """OpenAI clients send a string or a list of parts; the models here read text only. Parts are joined by newlines."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RequestError(
+            f"messages[{index}].content must be a string or a list of parts, got {type(content).__name__}",
+            param="messages",
+        )
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"messages[{index}].content holds a part of type {kind!r}; only text parts are supported",
+                param="messages",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,195 @@
+"""The model's tokenizer: ``tokenizer.json`` through the ``tokenizers`` library, read the way transformers reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxcb.errors import ModelError, RequestError
+from jaxcb.text import chat
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to ids and back, and the chat template.
+
+    Arguments:
+        backend: the tokenizer itself.
+        config: contents of ``tokenizer_config.json``, for its names of special tokens. Whether BOS and EOS are added
+            to a text is written in ``tokenizer.json``; as in transformers, the config has no say in it.
+        chat_template: Jinja source, or None if the model has none.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ):
+        config = config or {}
+        self.backend = backend
+        self.chat_template = chat_template
+        self.special_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name)))}
+        """Names (``bos_token``, ...) to texts; chat templates see them under these names."""
+        backend.no_truncation()
+        backend.no_padding()
+        _add_special_tokens(backend, config, self.special_tokens)
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a model directory.
+
+        Raises:
+            ModelError: there is no ``tokenizer.json``, or a file is damaged.
+        """
+        path = Path(path)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"{path} has no tokenizer.json. Make one with transformers: "
+                f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the Rust library raises plain Exception
+            raise ModelError(f"{file} can't be read: {error}") from error
+        config = _read_config(path / "tokenizer_config.json")
+        template_file = path / "chat_template.jinja"
+        if template_file.is_file():
+            template: str | None = template_file.read_text(encoding="utf-8")
+        else:
+            template = _default_template(config.get("chat_template"))
+        return cls(backend, config, template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added tokens included. The model's vocabulary may be padded beyond it."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of ``text``; ``add_special_tokens`` adds what the model wants around a text, such as its BOS token.
+
+        Raises:
+            RequestError: ``text`` holds half a surrogate pair, which is no character.
+        """
+        return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; ids outside the vocabulary have none."""
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt text that the model's chat template makes of ``messages``.
+
+        Arguments:
+            messages: dicts with "role", "content" and what else the template reads.
+            tools: JSON schemas of functions, for templates that present them.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            continue_final_message: leave the last message open, to be continued; excludes ``add_generation_prompt``.
+
+        Raises:
+            RequestError: there is no template, the messages are malformed, or the template refuses them.
+        """
+        if self.chat_template is None:
+            raise RequestError(
+                "the model has no chat template; send a plain prompt (completions) instead", param="messages"
+            )
+        return chat.render(
+            self.chat_template,
+            messages,
+            tools=tools,
+            special_tokens=self.special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Ids of ``render_chat(...)``. The template writes the BOS token if the model wants one; none is added."""
+        text = self.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self._encode(text, "messages", add_special_tokens=False)
+
+    def warm_up(self) -> None:
+        """Import what chat needs (about two seconds) and compile the template, so that no request waits for it."""
+        if self.chat_template is not None:
+            chat.warm_up(self.chat_template)
+
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text holds {text[error.start]!r} at character {error.start}, half of a surrogate pair",
+                param=param,
+            ) from error
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def _token_text(token: object) -> str | None:
+    """Configs name a token by its text or by {"content": text, "lstrip": ...}."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _add_special_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> None:
+    """Mark the tokens that the config calls special, as transformers does, unless their text is no token at all."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    names = extra.values() if isinstance(extra, Mapping) else extra
+    texts = [*special_tokens.values(), *(text for token in names if (text := _token_text(token)))]
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    missing = [text for text in dict.fromkeys(texts) if text not in known and backend.token_to_id(text) is not None]
+    if missing:
+        backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _default_template(value: object) -> str | None:
+    """``chat_template`` of a config: Jinja source, or a list of {"name", "template"} of which "default" counts."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
+        template = named.get("default")
+        return template if isinstance(template, str) else None
+    return None

@@ -1,0 +1,133 @@
+"""TextWorker: the thread that turns committed tokens into text, finds stop strings and feeds the streams.
+
+The engine's thread only puts a step's events on a queue; however slow text is, the device doesn't wait for it. A stop
+string is therefore found a step or two late: the tokens after it are discarded here, and the engine is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from jaxcb.request import FinishReason, Request, RequestOutput
+from jaxcb.text.detokenizer import Detokenizer
+from jaxcb.text.stops import StopMatcher
+from jaxcb.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[list[RequestOutput]], None]
+"""Takes the outputs of one step, on the worker's thread."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextEvent:
+    """A token of a request, or its end (``token_id`` None), as the engine committed it."""
+
+    request_id: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    stop_id: int | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    error: str | None = None
+
+
+class _TextState:
+    """The text side of one open request."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer):
+        sampling = request.sampling
+        self.request = request
+        self.detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, sampling.skip_special_tokens)
+        self.matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.first_token_s: float | None = None
+
+    def advance(self, event: TextEvent, now_s: float) -> RequestOutput:
+        sampling = self.request.sampling
+        reason: FinishReason | None = event.finish_reason
+        stop: int | str | None = event.stop_id
+        piece = ""
+        if event.token_id is not None:
+            self.token_ids.append(event.token_id)
+            if self.first_token_s is None:
+                self.first_token_s = now_s
+            if reason is not FinishReason.STOP or sampling.include_stop_str_in_output:
+                piece = self.detokenizer.add([event.token_id])
+            # else: the token that ended the sequence is no part of the text
+        if reason is not None:
+            piece += self.detokenizer.flush()
+        piece, matched = self.matcher.add(piece, armed=len(self.token_ids) >= sampling.min_tokens)
+        if matched is not None:
+            reason, stop = FinishReason.STOP, matched
+        elif reason is not None:
+            piece += self.matcher.flush()
+        self.text += piece
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=self.token_ids,
+            text=self.text,
+            new_token_ids=[] if event.token_id is None else [event.token_id],
+            new_text=piece,
+            finish_reason=reason,
+            stop_reason=stop,
+            error=event.error,
+            num_cached_tokens=event.num_cached_tokens,
+            num_preemptions=event.num_preemptions,
+            arrival_s=self.request.arrival_s,
+            first_token_s=self.first_token_s,
+            finished_s=None if reason is None else now_s,
+        )
+
+
+class TextWorker:
+    """``on_stop(request_id)`` is called when a stop string ends a request that the engine still runs."""
+
+    def __init__(self, tokenizer: Tokenizer, sink: Sink, on_stop: Callable[[str], None]):
+        self._tokenizer, self._sink, self._on_stop = tokenizer, sink, on_stop
+        self._queue: queue.SimpleQueue[list[TextEvent] | Request | None] = queue.SimpleQueue()
+        self._open: dict[str, _TextState] = {}
+        self._thread = threading.Thread(target=self._run, name="jaxcb-text", daemon=True)
+        self._thread.start()
+
+    def open(self, request: Request) -> None:
+        """Announce a request before its first event."""
+        self._queue.put(request)
+
+    def put(self, events: list[TextEvent]) -> None:
+        """Events of one step, in order."""
+        self._queue.put(events)
+
+    def close(self) -> None:
+        """Work off what is queued, then end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, Request):
+                self._open[item.request_id] = _TextState(item, self._tokenizer)
+            else:
+                self._sink(self._outputs(item))
+
+    def _outputs(self, events: list[TextEvent]) -> list[RequestOutput]:
+        now_s = time.monotonic()
+        outputs = []
+        for event in events:
+            state = self._open.get(event.request_id)
+            if state is None:
+                continue  # a stop string ended it while these tokens were under way
+            output = state.advance(event, now_s)
+            outputs.append(output)
+            if output.finished:
+                del self._open[event.request_id]
+                if event.finish_reason is None:
+                    self._on_stop(event.request_id)
+        return outputs

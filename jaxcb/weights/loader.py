@@ -1,0 +1,103 @@
+"""Loads a model: its files become the params pytree that the decoder takes, and its tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcb.config import EngineConfig
+from jaxcb.models import families
+from jaxcb.models.spec import ModelSpec
+from jaxcb.text.tokenizer import Tokenizer
+from jaxcb.weights.resolve import ModelFiles, resolve
+from jaxcb.weights.safetensors_source import SafetensorsSource
+
+logger = logging.getLogger(__name__)
+
+Params = dict[str, Any]
+"""Nested dict of arrays (layout: jaxcb/models/decoder.py)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """Everything of a model that the engine needs."""
+
+    name: str
+    spec: ModelSpec
+    params: Params
+    tokenizer: Tokenizer
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """Find the model of ``config``, and load it onto the default device.
+
+    Raises:
+        ModelError: the model can't be found, read or understood.
+    """
+    files = resolve(config.model, config.revision)
+    spec = files.read_spec()
+    tokenizer = Tokenizer.from_dir(files.directory)
+    dtype = default_dtype(jax.default_backend()) if config.dtype == "auto" else config.dtype
+    return LoadedModel(
+        name=files.name, spec=spec, params=load_params(files, spec, jnp.dtype(dtype)), tokenizer=tokenizer
+    )
+
+
+def default_dtype(platform: str) -> Literal["float32", "bfloat16"]:
+    """What dtype "auto" means: bfloat16 on GPUs and on CPUs that multiply it natively, else float32.
+
+    Arguments:
+        platform: ``jax.default_backend()``: "cpu", "gpu", ...
+    """
+    if platform != "cpu":
+        return "bfloat16"
+    cpuinfo = Path("/proc/cpuinfo")  # not on macOS and Windows, whose x86 CPUs rarely have the instructions
+    return "bfloat16" if cpuinfo.is_file() and "avx512_bf16" in cpuinfo.read_text().split() else "float32"
+
+
+def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype) -> Params:
+    """Read the weights into a nested dict of arrays on the default device, one parameter at a time.
+
+    Arguments:
+        files: where they are.
+        spec: what must be there.
+        dtype: dtype of the result; norm scales are float32 whatever it is.
+
+    Raises:
+        ModelError: a file is damaged, or a tensor is missing or has the wrong shape.
+    """
+    if files.format == "orbax":
+        from jaxcb.weights import checkpoint
+
+        return checkpoint.restore(files.directory, spec, dtype)
+    source = SafetensorsSource(files.directory)
+    params: Params = {}
+    used = set()
+    for parameter in families.parameters(spec):
+        array = _assemble(parameter, source, dtype)
+        families.insert(params, parameter.path, jax.device_put(array))
+        used |= {tensor.name for tensor in parameter.sources}
+    if unused := sorted(source.names - used):
+        logger.debug("%s: %d tensors are not used: %s", files.directory, len(unused), ", ".join(unused[:8]))
+    return params
+
+
+def _assemble(parameter: families.Parameter, source: SafetensorsSource, dtype: jnp.dtype) -> np.ndarray:
+    """One parameter as the decoder wants it: fused, transposed and in the right dtype."""
+    if parameter.kind == "scale":
+        return source.read(parameter.sources[0]).astype(np.float32)
+    if parameter.kind == "vocabulary":
+        return source.read(parameter.sources[0]).astype(dtype)
+    result = np.empty(parameter.shape, dtype)
+    start = 0
+    for tensor in parameter.sources:
+        end = start + tensor.shape[0]
+        result[..., start:end] = source.read(tensor).astype(dtype).T
+        start = end
+    return result

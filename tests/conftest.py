@@ -1,0 +1,31 @@
+"""Fixtures that tests of several rooms share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def builtin_model() -> Path:
+    """Directory of the built-in model in the cache (JAXCB_CACHE); fetched when it isn't there."""
+    from jaxcb.weights import resolve
+
+    return resolve(None).directory
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, Any]:
+    """What transformers answers with the built-in model in float32: ids, texts, log-probabilities (tests/golden)."""
+    return json.loads((GOLDEN / "smollm2.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(params=sorted(path.name for path in (GOLDEN / "tiny").iterdir()))
+def tiny_model(request: pytest.FixtureRequest) -> Path:
+    """Each of the small random checkpoints with stored logits (tests/golden/make_tiny.py)."""
+    return GOLDEN / "tiny" / request.param

@@ -1,0 +1,217 @@
+"""A deterministic engine without a model: characters are tokens, and the answer says the prompt again and again.
+
+Run as a script it is ``python -m jaxcb.serve`` around that engine (arguments are passed on).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from jaxcb.config import EngineConfig
+from jaxcb.errors import EngineStoppedError, ModelError, QueueFullError, RequestError
+from jaxcb.request import FinishReason, Request, RequestOutput
+
+EOS = ord("!")
+FAILS = "?"
+"""A prompt that begins so makes the engine fail after two tokens."""
+MAX_MODEL_LEN = 128
+PAGES = 64
+
+
+class FakeTokenizer:
+    """One id a character. Chat prompts are "role:content" lines."""
+
+    has_chat_template = True
+    chat_template = "fake"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(char) for char in text]
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **_: Any) -> list[int]:
+        if self.chat_template == "raise":
+            raise RequestError("the template refused", param="messages")
+        lines = []
+        for message in messages:
+            content = message["content"]
+            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            lines.append(f"{message['role']}:{text}\n")
+        return self.encode("".join(lines))
+
+    def warm_up(self) -> None: ...
+
+
+class FakeStream:
+    """Yields one token every ``engine.step_s``; belongs to the loop it was made in."""
+
+    def __init__(self, engine: FakeEngine, request: Request):
+        self._engine, self.request = engine, request
+        self._loop = asyncio.get_running_loop()
+        self._ready: deque[RequestOutput] = deque()
+        self._ids: list[int] = []
+        self._text = ""
+        self._wake = asyncio.Event()
+        self._first_s: float | None = None
+        self.ended: FinishReason | None = None
+
+    def abort(self) -> None:
+        self._end(FinishReason.ABORT)
+
+    def stop_from_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self.abort)
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self.ended is not None and not self._wake.is_set():
+            raise StopAsyncIteration
+        if self.ended is None:
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._engine.step_s)
+            except TimeoutError:
+                return self._next_token()
+        self._wake.clear()
+        return self._output([], "", self.ended)
+
+    def _next_token(self) -> RequestOutput:
+        sampling, prompt = self.request.sampling, self.request.prompt_token_ids
+        if len(self._ids) == 2 and chr(prompt[0]) == FAILS:
+            self._engine._ended(self, FinishReason.ERROR)
+            return self._output([], "", self.ended, error="/secret/path: XlaRuntimeError")
+        token = prompt[len(self._ids) % len(prompt)]
+        self._ids.append(token)
+        self._first_s = self._first_s or time.monotonic()
+        self._engine.counts["generation"] += 1
+        limit = min(sampling.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt))
+        reason: FinishReason | None = None
+        piece = chr(token)
+        if token == EOS and not sampling.ignore_eos:
+            reason, piece = FinishReason.STOP, ""
+        elif len(self._ids) >= limit:
+            reason = FinishReason.LENGTH
+        self._text += piece
+        stop = next((text for text in sampling.stop if self._text.endswith(text)), None)
+        if stop is not None:
+            reason, piece = FinishReason.STOP, ""  # stop strings of one character are exact, which is enough here
+            self._text = self._text.removesuffix(stop)
+        if reason is not None:
+            self._engine._ended(self, reason)
+        return self._output([token], piece, reason, stop_reason=stop)
+
+    def _output(self, ids: list[int], piece: str, reason: FinishReason | None, **more: Any) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=self._ids,
+            text=self._text,
+            new_token_ids=ids,
+            new_text=piece,
+            finish_reason=reason,
+            num_cached_tokens=1,
+            arrival_s=self.request.arrival_s,
+            first_token_s=self._first_s,
+            finished_s=None if reason is None else time.monotonic(),
+            **more,
+        )
+
+    def _end(self, reason: FinishReason) -> None:
+        if self.ended is None:
+            self._engine._ended(self, reason)
+            self._wake.set()
+
+
+class FakeEngine:
+    """The engine's interface; ``step_s``: seconds a token."""
+
+    def __init__(self, *, step_s: float = 0.0, max_waiting: int | None = None, enable_prefix_caching: bool = True):
+        self.name = "fake-model"
+        self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000)
+        self.tokenizer = FakeTokenizer()
+        self.config = EngineConfig(
+            dtype="float32",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            num_kv_pages=PAGES,
+            max_waiting=max_waiting,
+            enable_prefix_caching=enable_prefix_caching,
+            backend="xla",
+        )
+        self.healthy = True
+        self.step_s = step_s
+        self.requests: list[Request] = []
+        self.live: list[FakeStream] = []
+        self.counts: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter({str(reason): 0 for reason in FinishReason})
+        self._stopped = False
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, progress: bool = True) -> FakeEngine:
+        if config.model == "missing":
+            raise ModelError("model 'missing' is not a directory")
+        engine = cls(step_s=0.02, max_waiting=config.max_waiting)
+        print("fake engine:", dataclasses.asdict(config), file=sys.stderr)
+        return engine
+
+    def submit(self, request: Request) -> FakeStream:
+        if self._stopped or not self.healthy:
+            raise EngineStoppedError("the engine was shut down by /secret/path")
+        if len(request.prompt_token_ids) >= MAX_MODEL_LEN:
+            raise RequestError(f"at most {MAX_MODEL_LEN} tokens fit", param="prompt")
+        if len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) > MAX_MODEL_LEN:
+            raise RequestError(f"at most {MAX_MODEL_LEN} tokens fit", param="max_tokens")
+        if self.config.max_waiting is not None and len(self.live) >= self.config.max_waiting:
+            raise QueueFullError(f"the queue holds {self.config.max_waiting} requests already")
+        stream = FakeStream(self, request)
+        self.requests.append(request)
+        self.live.append(stream)
+        self.counts["prompt"] += len(request.prompt_token_ids)
+        self.counts["cached"] += 1
+        return stream
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            num_running=len(self.live),
+            num_waiting=0,
+            kv_pages_total=PAGES,
+            kv_pages_used=len(self.live),
+            kv_pages_cached=3,
+            prompt_tokens=self.counts["prompt"],
+            prompt_tokens_cached=self.counts["cached"],
+            generation_tokens=self.counts["generation"],
+            preemptions=0,
+            steps=0,
+            finished=dict(self.finished),
+            uptime_s=0.0,
+        )
+
+    def shutdown(self, *, drain_s: float = 0.0) -> None:
+        self._stopped = True
+        deadline = time.monotonic() + drain_s
+        while self.live and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for stream in tuple(self.live):
+            stream.stop_from_thread()
+
+    def _ended(self, stream: FakeStream, reason: FinishReason) -> None:
+        stream.ended = reason
+        self.live.remove(stream)
+        self.finished[str(reason)] += 1
+
+
+if __name__ == "__main__":
+    assert threading.current_thread() is threading.main_thread()
+    module = ModuleType("jaxcb.engine")
+    module.Engine = FakeEngine  # type: ignore[attr-defined]  # stands in for the real one
+    sys.modules["jaxcb.engine"] = module
+    from jaxcb.serve.__main__ import main
+
+    sys.exit(main())

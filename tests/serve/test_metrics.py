@@ -1,0 +1,65 @@
+"""/metrics: parses as Prometheus text and agrees with the engine and with what clients were told."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from jaxcb.serve.app import make_app
+
+from .fake_engine import PAGES, FakeEngine
+
+
+def scrape(client: TestClient) -> dict[tuple[str, ...], float]:
+    """(sample name, other label values...) -> value; every sample must carry the model's name."""
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    samples = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "fake-model"
+            samples[sample.name, *labels.values()] = sample.value
+    return samples
+
+
+def test_totals_agree_with_the_usage_of_the_answers(client: TestClient) -> None:
+    usages = [client.post("/v1/completions", json={"prompt": text}).json()["usage"] for text in ("abc", "de!")]
+    samples = scrape(client)
+    assert samples["vllm:prompt_tokens_total",] == sum(usage["prompt_tokens"] for usage in usages)
+    assert samples["vllm:generation_tokens_total",] == sum(usage["completion_tokens"] for usage in usages)
+    assert samples["vllm:prefix_cache_queries_total",] == 6
+    assert samples["vllm:prefix_cache_hits_total",] == 2
+    assert samples["vllm:request_success_total", "length"] == 1
+    assert samples["vllm:request_success_total", "stop"] == 1
+    assert samples["vllm:request_success_total", "abort"] == 0
+    assert samples["vllm:num_preemptions_total",] == 0
+
+
+def test_gauges_follow_the_engine(client: TestClient, engine: FakeEngine) -> None:
+    engine.live = [object()] * 16  # type: ignore[list-item]  # only counted
+    samples = scrape(client)
+    assert samples["vllm:num_requests_running",] == 16
+    assert samples["vllm:num_requests_waiting",] == 0
+    assert samples["vllm:kv_cache_usage_perc",] == 16 / PAGES
+    pages = {state: samples["jaxcb:kv_pages", state] for state in ("used", "cached", "free")}
+    assert pages == {"used": 16, "cached": 3, "free": PAGES - 19}
+    engine.live = []
+    assert scrape(client)["vllm:num_requests_running",] == 0
+
+
+def test_times_are_counted_once_a_finished_request_and_once_a_gap() -> None:
+    engine = FakeEngine(step_s=0.002)
+    with TestClient(make_app(engine)) as client:
+        for stream in (False, True):
+            client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5, "stream": stream})
+        samples = scrape(client)
+    assert samples["vllm:time_to_first_token_seconds_count",] == 2
+    assert samples["vllm:e2e_request_latency_seconds_count",] == 2
+    assert samples["vllm:inter_token_latency_seconds_count",] == 8
+    assert samples["vllm:e2e_request_latency_seconds_sum",] > samples["vllm:time_to_first_token_seconds_sum",] > 0.002
+
+
+def test_cache_counters_are_absent_without_a_cache() -> None:
+    with TestClient(make_app(FakeEngine(enable_prefix_caching=False))) as client:
+        assert ("vllm:prefix_cache_queries_total",) not in scrape(client)
