@@ -25,6 +25,8 @@ class EngineConfig:
             cache holds if that is less.
         max_num_seqs: sequences in one step. Default 32 on a CPU, 256 on a GPU.
         max_num_batched_tokens: the token budget of one step. Default 512 on a CPU, 2048 on a GPU.
+        decode_buckets: row counts below ``max_num_seqs`` for which a decode step is compiled. Default: chosen by platform.
+        mixed_buckets: token counts below ``max_num_batched_tokens`` for which a step with prompt chunks is compiled.
         page_size: tokens in a KV page; a power of two from 8 to 128.
         num_kv_pages: usable pages of the KV cache. Default: as many as ``kv_cache_memory_bytes`` holds.
         kv_cache_memory_bytes: memory for the KV cache. Default: on a GPU what ``gpu_memory_utilization`` leaves after
@@ -48,6 +50,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    decode_buckets: tuple[int, ...] | None = None
+    mixed_buckets: tuple[int, ...] | None = None
     page_size: int = 16
     num_kv_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -75,6 +79,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}", param=name)
+        for name in ("decode_buckets", "mixed_buckets"):
+            sizes = getattr(self, name)
+            if sizes is not None and not (
+                isinstance(sizes, tuple) and all(isinstance(x, int) and x > 0 for x in sizes)
+            ):
+                raise ConfigError(f"{name} must be a tuple of positive integers, got {sizes!r}", param=name)
         if self.page_size not in (8, 16, 32, 64, 128):
             raise ConfigError(f"page_size must be 8, 16, 32, 64 or 128, got {self.page_size!r}", param="page_size")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

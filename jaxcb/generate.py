@@ -1,10 +1,10 @@
 """The offline API: ``generate(prompts)`` and ``stream(prompt)``, over the same engine as the server.
 
-    from jaxcb.generate import generate
-    from jaxcb.request import SamplingParams
+from jaxcb.generate import generate
+from jaxcb.request import SamplingParams
 
-    for output in generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0)):
-        print(output.text)
+for output in generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0)):
+    print(output.text)
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def generate(
     many = _as_list(prompts)
     each = _one_for_each(sampling, len(many))
     engine = _engine(config, engine, progress)
-    requests = [_request(engine, prompt, params, f"prompts[{i}]") for i, (prompt, params) in enumerate(zip(many, each, strict=True))]
+    requests = [
+        _request(engine, prompt, params, f"prompts[{i}]")
+        for i, (prompt, params) in enumerate(zip(many, each, strict=True))
+    ]
     outputs: list[RequestOutput] = []
     open_streams: deque[OutputStream] = deque()
     left = iter(requests)

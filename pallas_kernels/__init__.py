@@ -1,10 +1,17 @@
-"""Attention over ragged pages of KV cache, and the KV write: pure functions of arrays, a reference for each.
+"""Attention over ragged pages of KV cache, and the KV write: pure functions of arrays, each with a reference.
 
-Backends live behind each function (xla, triton). Nothing of the engine may come in: this package imports only jax.
+Backends live behind each function. Nothing of the engine may come in: this package knows jax and no request.
 """
 
 from pallas_kernels.attention import ragged_paged_attention
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.metadata import AttentionMetadata, attention_metadata
+from pallas_kernels.metadata import AttentionMetadata, Backend, attention_metadata, default_backend
 
-__all__ = ["AttentionMetadata", "attention_metadata", "ragged_paged_attention", "write_kv"]
+__all__ = [
+    "AttentionMetadata",
+    "Backend",
+    "attention_metadata",
+    "default_backend",
+    "ragged_paged_attention",
+    "write_kv",
+]

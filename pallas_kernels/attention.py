@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
+from pallas_kernels.checks import require, require_array, require_kv_pages
 from pallas_kernels.metadata import AttentionMetadata, Backend, default_backend
-from pallas_kernels.xla import attention as xla
+from pallas_kernels.triton import ragged as triton
+from pallas_kernels.xla import ragged as xla
 
 
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
-    kv_pages: Shaped[Array, "N*L*2 page_size K D"],
+    kv_pages: Shaped[Array, "F page_size K D"],
     metadata: AttentionMetadata,
     *,
-    layer: int,
+    layer: int | Int32[Array, ""],
     num_layers: int,
     scale: float | None = None,
     window: int | None = None,
@@ -21,7 +23,48 @@ def ragged_paged_attention(
     backend: Backend | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
-    """Attend from every token of a ragged batch to its sequence's KV positions up to itself."""
+    """Attend from every token of a ragged batch to the positions of its sequence up to its own.
+
+    Arguments:
+        q: query heads, rotated; row order as in ``metadata.query_starts``.
+        kv_pages: the pool [N, L, 2, page_size, K, D] seen flat, F = N*L*2. The keys of page p in layer l are flat page
+            ``p*2*L + 2*l``, the values the one after it. They hold this step's keys and values already. dtype uint16
+            is the bits of bfloat16 (xla only).
+        metadata: :func:`attention_metadata` of this step, built with the same window and backend.
+        layer: l.
+        num_layers: L.
+        scale: factor of the scores; None: ``D ** -0.5``.
+        window: positions that a query looks back on, itself included; None: all.
+        soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None: they stay.
+        backend: None chooses by platform.
+        interpret: run the triton kernel in Pallas's interpreter, on any platform.
+
+    Returns:
+        Attention in q's dtype (products and softmax accumulate in float32); 0 for padding tokens.
+
+    Raises:
+        ValueError: a shape, dtype or number can't be; the message names the argument.
+    """
     backend = backend or default_backend()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return xla.attention(q, kv_pages, metadata, layer=layer, num_layers=num_layers, scale=scale, soft_cap=soft_cap)
+    require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend)
+    _, page_size, num_kv_heads, head_dim = kv_pages.shape
+    require_array(q, "q", (metadata.num_tokens, None, head_dim), dtypes=("float32", "bfloat16", "float16"))
+    require(q.shape[1] % num_kv_heads == 0, "q", f"of a multiple of {num_kv_heads} heads", f"{q.shape[1]} heads")
+    require(metadata.backend == backend, "metadata", f"built for backend {backend}", f"one for {metadata.backend}")
+    require(metadata.page_size == page_size, "metadata", f"built for pages of {page_size}", metadata.page_size)
+    require(metadata.window == window, "metadata", f"built for window {window}", f"one for {metadata.window}")
+    scale = head_dim**-0.5 if scale is None else scale
+    if backend == "xla":
+        return xla.ragged_paged_attention(
+            q, kv_pages, metadata, layer=layer, num_layers=num_layers, scale=scale, soft_cap=soft_cap
+        )
+    return triton.ragged_paged_attention(
+        q,
+        kv_pages,
+        metadata,
+        layer=layer,
+        num_layers=num_layers,
+        scale=scale,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )

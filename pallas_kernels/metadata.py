@@ -1,7 +1,7 @@
 """What a step's attention needs besides q and the pages: built once a step inside jit, shared by every layer.
 
 Letters: T tokens and S sequences of the bucket, P pages of a block table, H query heads, K KV heads, D head size,
-L layers, N pages of the pool.
+N pages of the pool, L layers, F = N*L*2 flat pages.
 """
 
 from __future__ import annotations
@@ -12,43 +12,41 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Int32
 
-from pallas_kernels.xla.work import ChunkTiles, DecodeItems, chunk_tiles, decode_items
+from pallas_kernels.checks import KV_DTYPES, require, require_array, require_page_size
+from pallas_kernels.triton.tiles import QueryTiles, query_tiles
+from pallas_kernels.xla.work import WorkLists, work_lists
 
 Backend = Literal["xla", "triton"]
-
-
-def static() -> int:
-    """A dataclass field that is part of the pytree's structure: two metadata that differ in it are different types."""
-    return dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """One step's ragged batch, and the work it makes for the backend it was built for.
+    """One step's ragged batch, cut into the work of the backend it was built for.
 
     Arguments:
         query_starts: token i of sequence s is row ``query_starts[s] + i`` of q; padding sequences hold no token.
-        context_lens: KV positions of a sequence, this step's tokens included; 0 for padding sequences.
-        block_tables: page numbers of a sequence, in the order of their positions.
-        decodes: xla: work items of the sequences with one query token.
-        chunks: xla: tiles of the sequences with more; None in a step of decodes only.
-        backend: the backend that reads this metadata.
-        window: positions a query may look back on, itself included; None: all. Layers that differ in it need one
-            metadata each, because the work lists skip what lies before the window.
-        page_size: tokens in a page.
+        context_lens: KV positions of each sequence, this step's tokens included; 0 for padding sequences.
+        block_tables: page numbers of each sequence, in the order of their positions.
+        work: the backend's work lists.
         num_tokens: T.
+        page_size: positions in a page.
+        window: positions that a query looks back on, itself included; None: all. The work lists skip what lies before
+            the window, so layers that differ in it need one metadata each.
     """
 
-    query_starts: Int32[Array, "S+1"]
+    query_starts: Int32[Array, " S_plus_1"]
     context_lens: Int32[Array, " S"]
     block_tables: Int32[Array, "S P"]
-    decodes: DecodeItems | None
-    chunks: ChunkTiles | None
-    backend: Backend = static()  # type: ignore[assignment]  # dataclasses.field
-    window: int | None = static()
-    page_size: int = static()
-    num_tokens: int = static()
+    work: WorkLists | QueryTiles
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    page_size: int = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that reads this metadata."""
+        return "xla" if isinstance(self.work, WorkLists) else "triton"
 
 
 def default_backend() -> Backend:
@@ -57,7 +55,7 @@ def default_backend() -> Backend:
 
 
 def attention_metadata(
-    query_starts: Int32[Array, "S+1"],
+    query_starts: Int32[Array, " S_plus_1"],
     context_lens: Int32[Array, " S"],
     block_tables: Int32[Array, "S P"],
     *,
@@ -70,26 +68,64 @@ def attention_metadata(
     decode_only: bool = False,
     backend: Backend | None = None,
 ) -> AttentionMetadata:
-    """Describe one step's batch for :func:`ragged_paged_attention`. Call it once a step, inside jit.
+    """Describe one step's batch for :func:`pallas_kernels.ragged_paged_attention`. Call it once a step, inside jit.
+
+    Arguments:
+        query_starts: first token of each sequence, and the number of tokens that aren't padding.
+        context_lens: KV positions of each sequence, this step's tokens included; 0 for padding sequences.
+        block_tables: page numbers of each sequence; what lies past its context is never read.
+        num_tokens: T, padding included.
+        page_size: positions in a page.
+        num_heads: H.
+        num_kv_heads: K.
+        head_dim: D.
+        window: positions that a query looks back on, itself included; None: all.
+        decode_only: the step holds decodes alone: T == S and token i belongs to sequence i.
+        backend: None chooses by platform.
 
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
     backend = backend or default_backend()
-    decodes = decode_items(
-        query_starts, context_lens, block_tables, page_size=page_size, window=window, decode_only=decode_only
-    )
-    chunks = None
-    if not decode_only:
-        chunks = chunk_tiles(query_starts, num_tokens=num_tokens)
+    require(backend in KV_DTYPES, "backend", f"None or one of {', '.join(KV_DTYPES)}", repr(backend))
+    require_array(block_tables, "block_tables", (None, None), dtypes=("int32",))
+    num_seqs = block_tables.shape[0]
+    require_array(context_lens, "context_lens", (num_seqs,), dtypes=("int32",))
+    require_array(query_starts, "query_starts", (num_seqs + 1,), dtypes=("int32",))
+    require_page_size(page_size)
+    require(num_tokens >= 1, "num_tokens", "at least 1", num_tokens)
+    require(window is None or window >= 1, "window", "None or at least 1", window)
+    require(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads)
+    require(num_heads % num_kv_heads == 0, "num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads)
+    require(head_dim >= 1, "head_dim", "at least 1", head_dim)
+    if decode_only:
+        require(num_tokens == num_seqs, "num_tokens", f"the number of sequences ({num_seqs}) of decodes", num_tokens)
+    work: WorkLists | QueryTiles
+    if backend == "xla":
+        work = work_lists(
+            query_starts,
+            context_lens,
+            block_tables,
+            num_tokens=num_tokens,
+            page_size=page_size,
+            window=window,
+            decode_only=decode_only,
+        )
+    else:
+        work = query_tiles(
+            query_starts,
+            context_lens,
+            num_tokens=num_tokens,
+            group=num_heads // num_kv_heads,
+            head_dim=head_dim,
+            decode_only=decode_only,
+        )
     return AttentionMetadata(
         query_starts=query_starts,
         context_lens=context_lens,
         block_tables=block_tables,
-        decodes=decodes,
-        chunks=chunks,
-        backend=backend,
-        window=window,
-        page_size=page_size,
+        work=work,
         num_tokens=num_tokens,
+        page_size=page_size,
+        window=window,
     )

@@ -19,9 +19,12 @@ from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import FinishReason, Request, RequestOutput
 from jaxcb.scheduler import Scheduler, TokenEvent
+from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
 from jaxcb.text import Tokenizer
 from jaxcb.text.worker import TextEvent, TextWorker
+from jaxcb.weights import load
+from jaxcb.weights.cache import cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +74,6 @@ class Engine:
             ModelError: the model can't be found or read.
             ConfigError: the configuration can't work for it.
         """
-        from jaxcb.weights import load
-
         config = config or EngineConfig()
         model = load(config)
         engine = cls(model.name, model.spec, model.params, model.tokenizer, config)
@@ -81,7 +82,8 @@ class Engine:
         return engine
 
     def compile(self, *, progress: bool = True) -> None:
-        """Compile every program of the engine; afterwards nothing compiles any more."""
+        """Compile every program of the engine, or load it from the cache; afterwards nothing compiles any more."""
+        enable_compilation_cache(cache_dir() / "xla")
         self._runner.compile(progress=progress)
 
     def run(self) -> None:

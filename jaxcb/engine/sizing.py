@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,10 @@ from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
 from pallas_kernels.metadata import default_backend
 
+T = TypeVar("T")
+# GPUs pad two and four rows to eight anyway.
+CPU_DECODE_BUCKETS, GPU_DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 8, 16, 32, 64, 128, 256)
+CPU_MIXED_BUCKETS, GPU_MIXED_BUCKETS = (64, 128, 256, 512, 1024, 2048), (256, 512, 1024, 2048, 4096)
 CPU_KV_BYTES = 2**30
 GPU_WORKSPACE_BYTES = 2**30
 """Left for temporaries of the compiled steps."""
@@ -54,6 +59,8 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
+        decode_buckets=_below(config.decode_buckets, CPU_DECODE_BUCKETS if on_cpu else GPU_DECODE_BUCKETS, seqs),
+        mixed_buckets=_below(config.mixed_buckets, CPU_MIXED_BUCKETS if on_cpu else GPU_MIXED_BUCKETS, budget),
         num_kv_pages=pages,
         kv_cache_memory_bytes=pages * page_bytes,
         backend=config.backend or default_backend(),
@@ -85,11 +92,17 @@ def shape_of(config: EngineConfig) -> RunnerShape:
 
 
 def buckets_of(config: EngineConfig) -> Buckets:
-    """The compiled shapes of a resolved config. GPUs pad two and four rows to eight anyway."""
-    seqs, budget = _set(config.max_num_seqs), _set(config.max_num_batched_tokens)
-    if jax.default_backend() == "cpu":
-        return Buckets(seqs, budget)
-    return Buckets(seqs, budget, decode_sizes=(1, 8, 16, 32, 64, 128), mixed_sizes=(256, 512, 1024, 2048, 4096))
+    """The compiled shapes of a resolved config."""
+    return Buckets(
+        _set(config.max_num_seqs),
+        _set(config.max_num_batched_tokens),
+        decode_sizes=_set(config.decode_buckets),
+        mixed_sizes=_set(config.mixed_buckets),
+    )
+
+
+def _below(asked: tuple[int, ...] | None, default: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    return tuple(size for size in (default if asked is None else asked) if size < limit)
 
 
 def _batch_limits(config: EngineConfig, on_cpu: bool) -> tuple[int, int]:
@@ -125,7 +138,7 @@ def _free_gpu_bytes(utilization: float) -> int:
     return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - GPU_WORKSPACE_BYTES
 
 
-def _set(value: int | None) -> int:
+def _set(value: T | None) -> T:
     if value is None:
         raise ValueError("the config is not resolved: call resolve_config first")
     return value

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ KV = Any
 """What the caller's ``attend`` keeps keys and values in; the decoder only passes it from layer to layer."""
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention of one layer over ``kv``, into which it writes k and v first."""
 
@@ -42,6 +43,7 @@ class Attend(Protocol):
     ) -> tuple[KV, Float[Array, "T H D"]]: ...
 
 
+@runtime_checkable
 class Parts(Protocol):
     """The functions of one layer: a :class:`Layer` has them as modules, a rolled loop as choices by index."""
 

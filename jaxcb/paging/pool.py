@@ -101,7 +101,9 @@ class PagePool:
             page, before = self._next[page], page
         assert len(seen) == self.num_free, f"free list holds {len(seen)} pages, counted {self.num_free}"
         reusable = sum(self._reusable[page] for page in seen)
-        assert reusable == self.num_reusable_free, f"{reusable} free pages are reusable, counted {self.num_reusable_free}"
+        assert reusable == self.num_reusable_free, (
+            f"{reusable} free pages are reusable, counted {self.num_reusable_free}"
+        )
         for page in range(1, self.num_pages + 1):
             assert (self._refcount[page] == 0) == (page in seen), f"page {page} is neither free nor used"
         assert self._refcount[TRASH_PAGE] == 0, "the trash page was given out"

@@ -123,5 +123,3 @@ def _first(passed: Bool[Array, "S N"], positive: Bool[Array, "S N"]) -> Int[Arra
     hit = passed & positive
     last = positive.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], -1)
     return jnp.where(hit.any(-1), jnp.argmax(hit, -1), last).astype(jnp.int32)
-
-

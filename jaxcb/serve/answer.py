@@ -56,7 +56,6 @@ class EventStream:
     streams: Sequence[OutputStream]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         try:
             end = await _while_connected(self._events(send), receive, self.call, self.streams)
         except ClientLeftError:
@@ -64,7 +63,8 @@ class EventStream:
         await send({"type": "http.response.body", "body": end + _DONE})
 
     async def _events(self, send: Send) -> bytes:
-        """Send all chunks; return the last event (usage or error) or nothing."""
+        """Send the headers and all chunks; return the last event (usage or error) or nothing."""
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         try:
             outputs = await _gather(
                 self._send_outputs(index, stream, send) for index, stream in enumerate(self.streams)

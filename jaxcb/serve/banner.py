@@ -21,12 +21,18 @@ def banner(engine: Engine, *, model_name: str, url: str, has_api_key: bool) -> s
         ("KV cache", f"{pages} pages of {config.page_size} tokens: {pages * config.page_size} tokens"),
         ("limits", f"{config.max_model_len} tokens a sequence"),
         ("a step", f"at most {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences"),
+        ("buckets", f"decode {_sizes(config.decode_buckets, config.max_num_seqs)} sequences"),
+        ("", f"with prompts {_sizes(config.mixed_buckets, config.max_num_batched_tokens)} tokens"),
         ("prefix cache", "on" if config.enable_prefix_caching else "off"),
         ("attention", str(config.backend)),
         ("endpoint", f"{url}/v1" + (" (with the API key)" if has_api_key else "")),
     )
     facts = "\n".join(f"  {name:<13}{value}" for name, value in lines)
     return f"jaxcb is ready\n{facts}\n\n{_curl(engine, url, has_api_key)}\n"
+
+
+def _sizes(buckets: tuple[int, ...] | None, largest: int | None) -> str:
+    return ", ".join(map(str, (*(buckets or ()), largest)))
 
 
 def _curl(engine: Engine, url: str, has_api_key: bool) -> str:

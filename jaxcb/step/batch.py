@@ -154,7 +154,9 @@ def _pack_sampling(plan: StepPlan, part: np.ndarray, num_seqs: int, trash_slot: 
         if not sampling.greedy:
             floats[i] = sampling.temperature, sampling.top_p
             seed = (sampling.seed or 0) & (2**64 - 1)
-            table[i, 4:7] = np.array([min(max(sampling.top_k, 0), MAX_INT32), seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
+            table[i, 4:7] = np.array(
+                [min(max(sampling.top_k, 0), MAX_INT32), seed & 0xFFFFFFFF, seed >> 32], np.uint32
+            ).view(np.int32)
         if row.context_len - row.sequence.num_prompt_tokens < sampling.min_tokens:
             ids = sorted(row.sequence.end_ids)
             table[i, 7 : 7 + len(ids)] = ids

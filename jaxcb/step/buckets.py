@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
+from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -32,14 +33,14 @@ class Buckets:
         self,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        decode_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128),
-        mixed_sizes: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096),
+        decode_sizes: tuple[int, ...],
+        mixed_sizes: tuple[int, ...],
     ):
         self._decode = _sizes(decode_sizes, max_num_seqs)
         self._mixed = _sizes(mixed_sizes, max_num_batched_tokens)
         self._max_num_seqs = max_num_seqs
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Bucket]:
         yield from (Bucket(size, size, True) for size in self._decode)
         yield from (Bucket(size, self._max_num_seqs, False) for size in self._mixed)
 

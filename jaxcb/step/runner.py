@@ -121,7 +121,7 @@ class Runner:
             logits = jax.ShapeDtypeStruct((num_seqs, self.spec.vocab_size), logits_dtype)
             part = jax.ShapeDtypeStruct((sample_size(num_seqs),), jnp.int32)
             for tier in Tier:
-                sampler = jax.jit(functools.partial(sample_step, tier=tier), donate_argnums=(0, 1))
+                sampler = jax.jit(functools.partial(sample_step, tier=tier), donate_argnums=0)
                 yield (
                     functools.partial(sampler.lower, state, logits, part),
                     functools.partial(self._sample.__setitem__, (num_seqs, tier)),

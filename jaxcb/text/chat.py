@@ -11,7 +11,7 @@ from jaxcb.errors import RequestError
 
 def render(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: object,
     *,
     tools: Sequence[Mapping[str, Any]] | None,
     special_tokens: Mapping[str, str],

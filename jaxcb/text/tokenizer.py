@@ -98,7 +98,7 @@ class Tokenizer:
         """The prompt text that the model's chat template makes of ``messages``.
 
         Arguments:
-            messages: dicts with "role", "content" and what else the template reads.
+            messages: list of dicts with "role", "content" and what else the template reads; checked here.
             tools: JSON schemas of functions, for templates that present them.
             add_generation_prompt: end with the opening of the assistant's turn.
             continue_final_message: leave the last message open, to be continued; excludes ``add_generation_prompt``.

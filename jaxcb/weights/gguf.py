@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from jaxcb.errors import ModelError
 from jaxcb.weights import gguf_tokenizer, hf_files
@@ -127,7 +128,7 @@ def _rope(file: GGUFFile, value: Any, head_dim: int) -> dict[str, Any]:
     return rope
 
 
-def _llama3_rope(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3_rope(factors: Float[np.ndarray, " half_dim"], theta: float, head_dim: int) -> dict[str, Any]:
     """Llama 3.1 and later: GGUF holds a divisor for each frequency instead of the four numbers they come from.
 
     All published models were scaled from 8,192 positions with low and high factors 1 and 4, so the largest divisor is
@@ -183,7 +184,7 @@ def _hf_name(file: GGUFFile, name: str) -> str:
     return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
 
 
-def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
+def _unpermute(weight: Float[np.ndarray, "rows ..."], num_heads: int) -> Float[np.ndarray, "rows ..."]:
     """llama.cpp keeps the two halves of a rotary pair next to each other, Hugging Face half a head apart.
 
     One head of 4 rows: GGUF [a0, b0, a1, b1] -> HF [a0, a1, b0, b1], where (a_i, b_i) rotate together.

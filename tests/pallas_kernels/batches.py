@@ -3,32 +3,130 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels import Backend, attention_metadata, ragged_paged_attention, reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One step's arguments. ``queries`` and ``contexts`` list the real sequences; the rest of S and T is padding."""
+    """One step's arguments, and the options it was built for."""
 
     q: np.ndarray
     kv_pages: np.ndarray
     query_starts: np.ndarray
     context_lens: np.ndarray
     block_tables: np.ndarray
+    layer: int
     num_layers: int
+    window: int | None
     decode_only: bool
+
+    def expected(self, *, soft_cap: float | None = None, scale: float | None = None) -> np.ndarray:
+        """The float64 reference's output."""
+        return reference.ragged_paged_attention(
+            self.q,
+            self.kv_pages,
+            self.query_starts,
+            self.context_lens,
+            self.block_tables,
+            layer=self.layer,
+            num_layers=self.num_layers,
+            window=self.window,
+            soft_cap=soft_cap,
+            scale=scale,
+        )
+
+    def attend(
+        self,
+        backend: Backend,
+        *,
+        soft_cap: float | None = None,
+        scale: float | None = None,
+        traced_layer: bool = False,
+    ) -> np.ndarray:
+        """The backend's output; triton runs in interpret mode. Batches of equal shapes share one compiled function."""
+        layer = jnp.int32(self.layer) if traced_layer else self.layer
+        attend = _attend_traced_layer if traced_layer else _attend
+        return np.asarray(attend(*self._arrays, layer=layer, scale=scale, soft_cap=soft_cap, **self._options(backend)))
+
+    def compiled(self, backend: Backend) -> jax.stages.Compiled:
+        """The compiled function."""
+        options = self._options(backend)
+        return _attend.lower(*self._arrays, layer=self.layer, scale=None, soft_cap=None, **options).compile()
+
+    @property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.q, self.kv_pages, self.query_starts, self.context_lens, self.block_tables
+
+    def _options(self, backend: Backend) -> dict[str, Any]:
+        return {
+            "num_layers": self.num_layers,
+            "window": self.window,
+            "decode_only": self.decode_only,
+            "backend": backend,
+        }
+
+
+def attend(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    query_starts: jax.Array,
+    context_lens: jax.Array,
+    block_tables: jax.Array,
+    *,
+    layer: int | jax.Array,
+    num_layers: int,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+    backend: Backend,
+    interpret: bool = True,
+) -> jax.Array:
+    """Metadata and attention of one layer."""
+    metadata = attention_metadata(
+        query_starts,
+        context_lens,
+        block_tables,
+        num_tokens=q.shape[0],
+        page_size=kv_pages.shape[1],
+        num_heads=q.shape[1],
+        num_kv_heads=kv_pages.shape[2],
+        head_dim=q.shape[2],
+        window=window,
+        decode_only=decode_only,
+        backend=backend,
+    )
+    return ragged_paged_attention(
+        q,
+        kv_pages,
+        metadata,
+        layer=layer,
+        num_layers=num_layers,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        backend=backend,
+        interpret=interpret,
+    )
+
+
+_STATIC = ("num_layers", "scale", "window", "soft_cap", "decode_only", "backend")
+_attend = jax.jit(attend, static_argnames=(*_STATIC, "layer"))
+_attend_traced_layer = jax.jit(attend, static_argnames=_STATIC)
 
 
 def ragged_batch(
     seqs: list[tuple[int, int]],
     *,
     seed: int = 0,
-    heads: tuple[int, int] = (4, 2),
+    heads: tuple[int, int] = (9, 3),
     head_dim: int = 16,
     page_size: int = 8,
     num_tokens: int | None = None,
@@ -36,75 +134,54 @@ def ragged_batch(
     num_layers: int = 2,
     layer: int = 1,
     table_width: int | None = None,
-    kv_dtype: str = "float32",
-    q_dtype: str = "float32",
+    num_pages: int | None = None,
+    dtype: str = "float32",
+    kv_dtype: str | None = None,
     window: int | None = None,
     shared_pages: int = 0,
     decode_only: bool = False,
 ) -> Batch:
-    """Sequences of (query tokens, context), their pages shuffled over a pool.
+    """Sequences of (query tokens, context), in order, padded to ``num_seqs`` and ``num_tokens``.
 
-    Every position that no query of the layer may see is NaN: other layers, the trash page, unused pages, the tails of
-    last pages, what lies before all windows; so are the query rows of padding tokens. ``shared_pages`` makes all
-    sequences begin with the same pages.
+    All that no query may see is NaN: other layers, the trash page, unused pages, the tails of last pages, positions
+    before every window, the queries of padding tokens. ``shared_pages``: all sequences begin with the same pages.
     """
     rng = np.random.default_rng(seed)
     num_heads, num_kv_heads = heads
     num_seqs = num_seqs or len(seqs)
-    queries = [n for n, _ in seqs] + [0] * (num_seqs - len(seqs))
-    contexts = [n for _, n in seqs] + [0] * (num_seqs - len(seqs))
-    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-    num_tokens = num_tokens or int(starts[-1])
-    if decode_only:
-        num_tokens = num_seqs
-        starts = np.minimum(np.arange(num_seqs + 1), len(seqs)).astype(np.int32)
-    needed = [-(-n // page_size) for n in contexts]
-    width = table_width or max([1, *needed])
-    num_pages = sum(needed) + 4
+    padded = seqs + [(0, 0)] * (num_seqs - len(seqs))
+    starts = np.cumsum([0] + [queries for queries, _ in padded]).astype(np.int32)
+    num_tokens = num_tokens or (num_seqs if decode_only else int(starts[-1]))
+    needed = [-(-context // page_size) for _, context in padded]
+    num_pages = num_pages or sum(needed) + 4
     free = list(rng.permutation(np.arange(1, num_pages)))
-    tables = np.zeros((num_seqs, width), np.int32)
+    tables = np.zeros((num_seqs, table_width or max(needed)), np.int32)
     pool = np.full((num_pages, num_layers, 2, page_size, num_kv_heads, head_dim), np.nan, np.float32)
-    for s, count in enumerate(needed):
-        tables[s, :count] = [free.pop() for _ in range(count)]
-        if s and shared_pages:
-            both = min(shared_pages, count, needed[0])
-            tables[s, :both] = tables[0, :both]
-    for s, (query, context) in enumerate(zip(queries, contexts, strict=True)):
-        oldest = 0 if window is None else max(0, context - query + 1 - window)
+    for sequence, (queries, context) in enumerate(padded):
+        used = [free.pop() for _ in range(needed[sequence])]
+        used[:shared_pages] = tables[0, : min(shared_pages, len(used))] if sequence else used[:shared_pages]
+        tables[sequence, : len(used)] = used
+        oldest = 0 if window is None else max(0, context - queries + 1 - window)
         for position in range(oldest, context):
-            page, offset = tables[s, position // page_size], position % page_size
-            pool[page, layer, :, offset] = rng.standard_normal((2, num_kv_heads, head_dim))
+            rows = rng.standard_normal((2, num_kv_heads, head_dim))
+            pool[tables[sequence, position // page_size], layer, :, position % page_size] = rows
     q = rng.standard_normal((num_tokens, num_heads, head_dim), np.float32)
     q[starts[-1] :] = np.nan
     pool = pool.reshape(-1, page_size, num_kv_heads, head_dim)
-    stored = (
-        pool.astype(ml_dtypes.bfloat16).view(np.uint16) if kv_dtype == "uint16" else pool.astype(jnp.dtype(kv_dtype))
-    )
+    kv_dtype = kv_dtype or dtype
     return Batch(
-        q=q.astype(jnp.dtype(q_dtype)),
-        kv_pages=stored,
+        q=q.astype(jnp.dtype(dtype)),
+        kv_pages=pool.astype(ml_dtypes.bfloat16).view(np.uint16) if kv_dtype == "uint16" else pool.astype(kv_dtype),
         query_starts=starts,
-        context_lens=np.array(contexts, np.int32),
+        context_lens=np.array([context for _, context in padded], np.int32),
         block_tables=tables,
+        layer=layer,
         num_layers=num_layers,
+        window=window,
         decode_only=decode_only,
     )
 
 
-def expected(batch: Batch, **options) -> np.ndarray:
-    """The float64 reference's output."""
-    return reference.ragged_paged_attention(
-        batch.q,
-        batch.kv_pages,
-        batch.query_starts,
-        batch.context_lens,
-        batch.block_tables,
-        num_layers=batch.num_layers,
-        **options,
-    )
-
-
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """Norm of the difference over the norm of what was expected; NaN anywhere gives NaN."""
-    got = np.asarray(got).astype(np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    """Norm of the difference over the norm of what was wanted; NaN if a NaN leaked."""
+    return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))

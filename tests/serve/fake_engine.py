@@ -140,6 +140,8 @@ class FakeEngine:
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=8,
             max_num_batched_tokens=64,
+            decode_buckets=(1, 4),
+            mixed_buckets=(),
             num_kv_pages=PAGES,
             max_waiting=max_waiting,
             enable_prefix_caching=enable_prefix_caching,

@@ -31,10 +31,12 @@ class ServerProcess:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         self.url = ""
+        self.banner = ""
 
     def __enter__(self) -> ServerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:  # ends when the process does
+            self.banner += line
             if match := re.search(r"endpoint +(http://\S+)/v1", line):
                 self.url = match[1]
             if line.startswith("curl"):

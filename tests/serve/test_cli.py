@@ -18,7 +18,7 @@ def test_no_flags_are_the_engines_own_defaults() -> None:
     assert options.api_key is None and options.chat_template is None and options.served_model_names == ()
 
 
-def test_every_engine_setting_has_a_flag() -> None:
+def test_flags_reach_the_engines_settings() -> None:
     flags = (
         "--model m --revision r --dtype float32 --max-model-len 100 --max-num-seqs 4 --max-num-batched-tokens 64 "
         "--block-size 32 --num-kv-pages 10 --kv-cache-memory-bytes 2GiB --gpu-memory-utilization 0.5 "

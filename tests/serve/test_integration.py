@@ -211,12 +211,15 @@ def test_a_seed_repeats_its_answer(http: httpx.Client) -> None:
     assert sample(top_k=1) == complete(http, "dice", max_tokens=30)["text"]
 
 
-def test_min_tokens_hold_back_the_stop_id(http: httpx.Client) -> None:
-    free = complete(http, "abc", max_tokens=20, ignore_eos=False)
-    first = complete(http, "abc", max_tokens=1, skip_special_tokens=False)["text"].encode()
-    assert free["completion_tokens"] >= 1 and first
-    ids = list(range(FIRST_ORDINARY_ID, FIRST_ORDINARY_ID + 8 - 1))
-    held = complete(http, "abc", max_tokens=20, min_tokens=10, ignore_eos=False, stop_token_ids=ids)
+def test_min_tokens_hold_back_stop_ids_and_stop_strings(http: httpx.Client) -> None:
+    full = complete(http, "abc", max_tokens=40)["text"]
+    held = complete(http, "abc", max_tokens=40, min_tokens=10, stop=list(full[:3]))
+    assert held["completion_tokens"] >= 10
+    assert held["text"].startswith(full[:3])
+    ordinary = range(FIRST_ORDINARY_ID, VOCAB_SIZE)
+    groups = [list(ordinary[start : start + 7]) for start in range(0, len(ordinary), 7)]
+    [first] = [ids for ids in groups if complete(http, "abc", stop_token_ids=ids)["completion_tokens"] == 1]
+    held = complete(http, "abc", max_tokens=40, min_tokens=10, ignore_eos=False, stop_token_ids=first)
     assert held["completion_tokens"] >= 10
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import shlex
 import signal
 import socket
 import threading
@@ -45,6 +46,21 @@ def until_idle(url: str) -> None:
     while gauge(url, "vllm:num_requests_running") or gauge(url, "vllm:kv_cache_usage_perc"):
         assert time.monotonic() < deadline_s, "requests are still running"
         time.sleep(0.05)
+
+
+def test_the_banner_holds_the_facts_and_a_curl_that_works() -> None:
+    with ServerProcess(FAKE, "--served-model-name", "mine") as server:
+        for fact in (
+            "mine",
+            "6.00 GB in float32",
+            "64 pages of 16 tokens: 1024 tokens",
+            "128 tokens a sequence",
+            "decode 1, 4, 8",
+        ):
+            assert fact in server.banner
+        _, url, _, header, _, body = shlex.split(server.banner.splitlines()[-1])
+        name, value = header.split(": ")
+        assert events(httpx.post(url, content=body, headers={name: value}).text)
 
 
 def test_openai_client_chats(client: openai.OpenAI) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxcb.errors import RequestError
-from jaxcb.text import Tokenizer
+from jaxcb.text import Tokenizer, chat
 
 from .small_tokenizers import TEMPLATE, byte_fallback_backend, byte_level_backend, with_bos_and_eos, write_dir
 
@@ -82,12 +82,18 @@ def test_fields_that_are_none_are_left_out():
         ([{"role": "user", "content": 3}], r"messages\[0\]\.content must be a string"),
         ([{"role": "user", "content": ["a"]}], r"part of type 'str'"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "'image_url'"),
-        ([{"role": "user", "content": "\ud83d"}], "surrogate"),
     ],
 )
 def test_malformed_messages_are_refused_by_name(messages, reason):
+    options = {"tools": None, "special_tokens": {}, "add_generation_prompt": True, "continue_final_message": False}
     with pytest.raises(RequestError, match=reason) as caught:
-        make().apply_chat_template(messages)
+        chat.render(TEMPLATE, messages, **options)
+    assert caught.value.param == "messages"
+
+
+def test_half_a_surrogate_pair_in_a_message_is_refused():
+    with pytest.raises(RequestError, match="surrogate") as caught:
+        make().apply_chat_template([{"role": "user", "content": "\ud83d"}])
     assert caught.value.param == "messages"
 
 

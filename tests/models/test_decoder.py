@@ -1,0 +1,52 @@
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from jaxcb.models.decoder import Params, init_params, param_shapes
+from jaxcb.models.spec import ModelSpec
+from jaxcb.weights import load_params, resolve
+from tests.step.forward import chunked, teacher_forced
+
+
+def load(directory: Path, dtype: str) -> tuple[ModelSpec, Params]:
+    """Spec and weights of a checkpoint that has no tokenizer."""
+    files = resolve(str(directory), None)
+    return (spec := files.read_spec()), load_params(files, spec, jnp.dtype(dtype))
+
+
+def test_logits_equal_those_of_transformers_at_every_position(tiny_model):
+    spec, params = load(tiny_model, "float32")
+    stored = np.load(tiny_model / "logits.npz")
+    logits = teacher_forced(spec, params, stored["ids"].tolist())
+    np.testing.assert_allclose(log_softmax(logits, -1), log_softmax(stored["logits"], -1), atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [8, 24])
+def test_chunks_of_a_prompt_give_the_logits_of_the_whole(tiny_model, chunk):
+    spec, params = load(tiny_model, "float32")
+    stored = np.load(tiny_model / "logits.npz")
+    ids = stored["ids"].tolist()
+    logits = chunked(spec, params, ids, chunk)
+    ends = [min(start + chunk, len(ids)) - 1 for start in range(0, len(ids), chunk)]
+    np.testing.assert_allclose(log_softmax(logits, -1), log_softmax(stored["logits"][ends], -1), atol=1e-4)
+
+
+def test_bfloat16_stays_near_float32(tiny_model):
+    stored = np.load(tiny_model / "logits.npz")
+    spec, params = load(tiny_model, "bfloat16")
+    logits = teacher_forced(spec, params, stored["ids"].tolist())
+    difference = np.abs(log_softmax(logits, -1) - log_softmax(stored["logits"], -1))
+    assert np.median(difference) < 0.05
+
+
+def test_initialised_parameters_have_the_shapes_that_a_load_promises(tiny_model):
+    spec = ModelSpec.from_hf_config(json.loads((tiny_model / "config.json").read_text()))
+    shapes = param_shapes(spec, jnp.bfloat16)
+    params = init_params(spec, jnp.bfloat16)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
+    assert sum(x.size for x in jax.tree.leaves(shapes)) >= spec.num_params

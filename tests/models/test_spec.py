@@ -1,0 +1,137 @@
+import json
+
+import pytest
+
+from jaxcb.errors import ModelError
+from jaxcb.models.spec import ModelSpec
+
+from ..conftest import GOLDEN
+
+BASE = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+def spec(**changes) -> ModelSpec:
+    config = BASE | changes
+    return ModelSpec.from_hf_config({key: value for key, value in config.items() if value is not ...})
+
+
+def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
+    llama = spec()
+    assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 16, 1e-6)
+    assert (llama.rope.theta, llama.rope.kind) == (10_000.0, "default")
+    assert not (llama.tie_word_embeddings or llama.qkv_bias or llama.qk_norm)
+    assert llama.windows == (None, None)
+    assert spec(model_type="qwen3").head_dim == 128
+
+
+@pytest.mark.parametrize(
+    "config, windows",
+    [
+        ({"model_type": "mistral", "sliding_window": 8}, (8, 8)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None)),
+        ({"model_type": "mistral"}, (4096, 4096)),
+        ({"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False}, (8, 8)),
+        ({"model_type": "llama", "sliding_window": 8}, (None, None)),
+        ({"model_type": "qwen2", "sliding_window": 8}, (None, None)),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, (None, None)),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
+        (
+            {
+                "model_type": "qwen3",
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (8, None),
+        ),
+    ],
+)
+def test_windows_are_those_of_transformers(config, windows):
+    assert spec(**config).windows == windows
+
+
+@pytest.mark.parametrize(
+    "family, attention_bias, expected",
+    [
+        ("llama", False, (False, False)),
+        ("llama", True, (True, True)),
+        ("mistral", True, (False, False)),
+        ("qwen2", False, (True, False)),
+        ("qwen3", True, (True, True)),
+    ],
+)
+def test_biases_are_those_of_transformers(family, attention_bias, expected):
+    found = spec(model_type=family, attention_bias=attention_bias)
+    assert (found.qkv_bias, found.o_bias) == expected
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_old_and_new_rope_keys_mean_the_same(key, place):
+    rope = spec(**{place: {key: "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, "rope_theta": 5e5}).rope
+    assert (rope.kind, rope.factor, rope.original_max_position, rope.theta) == ("yarn", 4.0, 64, 5e5)
+
+
+def test_theta_may_stand_among_the_rope_parameters():
+    assert spec(rope_parameters={"rope_type": "default", "rope_theta": 7.0}, rope_theta=...).rope.theta == 7.0
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers must be int, got None"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers must be int, got '2'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be int, got True"),
+        ({"num_attention_heads": 0}, "num_heads must be positive, got 0"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads must be int, got '2'"),
+        ({"head_dim": 15}, "head_dim must be even, got 15"),
+        ({"head_dim": -2}, "head_dim must be positive, got -2"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, got 'small'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be an integer"),
+        ({"rope_theta": "1e6"}, "rope_theta must be a number"),
+        ({"rope_scaling": {"rope_type": "zigzag", "factor": 2.0}}, "rope_scaling type 'zigzag' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs a number 'factor', got None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs original_max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "'mscale' is not supported"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling must be an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]},
+            "'chunked_attention'",
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types names 1 layers, not 2",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named(changes, reason):
+    with pytest.raises(ModelError, match=reason):
+        spec(**changes)
+
+
+def test_end_tokens_of_the_generation_config_win():
+    config = BASE | {"eos_token_id": 2}
+    assert ModelSpec.from_hf_config(config).eos_token_ids == (2,)
+    assert ModelSpec.from_hf_config(config, {"eos_token_id": [3, 4]}).eos_token_ids == (3, 4)
+    assert ModelSpec.from_hf_config(config, {}).eos_token_ids == (2,)
+
+
+def test_number_of_parameters_is_that_of_the_checkpoint():
+    config = json.loads((GOLDEN / "tiny" / "qwen3" / "config.json").read_text())
+    found = ModelSpec.from_hf_config(config)
+    layer = 64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96
+    assert found.num_params == 2 * layer + 256 * 64
