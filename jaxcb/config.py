@@ -25,7 +25,7 @@ class EngineConfig:
             cache holds if that is less.
         max_num_seqs: sequences in one step. Default 32 on a CPU, 256 on a GPU.
         max_num_batched_tokens: the token budget of one step. Default 512 on a CPU, 2048 on a GPU.
-        decode_buckets: row counts below ``max_num_seqs`` for which a decode step is compiled. Default: chosen by platform.
+        decode_buckets: row counts below ``max_num_seqs`` for which a decode step is compiled. Default: by platform.
         mixed_buckets: token counts below ``max_num_batched_tokens`` for which a step with prompt chunks is compiled.
         page_size: tokens in a KV page; a power of two from 8 to 128.
         num_kv_pages: usable pages of the KV cache. Default: as many as ``kv_cache_memory_bytes`` holds.

@@ -11,7 +11,7 @@ from collections import Counter
 
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
-from jaxcb.engine.sizing import buckets_of, limits_of, resolve_config, shape_of
+from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.stream import OutputStream, deliver
 from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
@@ -51,7 +51,7 @@ class Engine:
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
         limits = limits_of(self.config)
         self._scheduler = Scheduler(limits, spec.eos_token_ids)
-        self._runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), self.config.backend)
+        self._runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
         self._core = EngineCore(self._scheduler, self._runner, run_ahead=self.config.run_ahead)
         self._random = random.Random(self.config.seed)
 
@@ -120,8 +120,8 @@ class Engine:
 
     def check_request(self, request: Request) -> None:
         """Raise RequestError if the request can never run. Keeps nothing."""
+        self._scheduler.check_request(request)  # first: it bounds the number of tokens to look at
         self._check_tokens(request)
-        self._scheduler.check_request(request)
 
     def abort(self, request_id: str) -> None:
         """Drop a request. Its stream ends with ``FinishReason.ABORT``. Harmless if it has ended."""

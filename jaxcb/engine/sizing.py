@@ -15,7 +15,7 @@ from jaxcb.models import ModelSpec
 from jaxcb.scheduler import SchedulerLimits
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
-from pallas_kernels.metadata import default_backend
+from pallas_kernels.metadata import Backend, default_backend
 
 T = TypeVar("T")
 # GPUs pad two and four rows to eight anyway.
@@ -55,7 +55,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
         max_model_len = capacity
     return dataclasses.replace(
         config,
-        dtype=jnp.dtype(dtype).name,
+        dtype="bfloat16" if dtype == jnp.bfloat16 else "float32",
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
@@ -105,6 +105,11 @@ def _below(asked: tuple[int, ...] | None, default: tuple[int, ...], limit: int) 
     return tuple(size for size in (default if asked is None else asked) if size < limit)
 
 
+def backend_of(config: EngineConfig) -> Backend:
+    """The attention backend of a resolved config."""
+    return _set(config.backend)
+
+
 def _batch_limits(config: EngineConfig, on_cpu: bool) -> tuple[int, int]:
     seqs = config.max_num_seqs
     budget = config.max_num_batched_tokens
@@ -127,7 +132,7 @@ def _num_pages(config: EngineConfig, page_bytes: int, most: int, on_cpu: bool) -
         pages = min(most, _free_gpu_bytes(config.gpu_memory_utilization) // page_bytes)
     if pages < 1:
         raise ConfigError(
-            f"the memory for the KV cache holds no page: a page of {config.page_size} tokens takes {page_bytes:,} bytes",
+            f"the memory for the KV cache holds no page: {config.page_size} tokens take {page_bytes:,} bytes",
             param="kv_cache_memory_bytes",
         )
     return pages

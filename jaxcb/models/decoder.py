@@ -2,12 +2,12 @@
 
 Parameters are flax nnx modules, which say what exists, in which shape and how it is initialised. At load they are
 split once into a plain nested dict of arrays, one entry a layer, which is what every jitted step takes: no nnx object
-crosses a jit boundary. Weights are stored [in, out], q/k/v and gate/up fused.
+crosses a jit boundary. Weights are stored [out, in] as in checkpoints, q/k/v and gate/up fused.
 
     {"embed": {"embedding": [V, E]}, "final_norm": {"scale": [E]}, "lm_head": {"kernel": [V, E]},   no lm_head if tied
-     "layers": {0: {"input_norm": {"scale": [E]}, "qkv": {"kernel": [E, (H + 2K) D], "bias": [(H + 2K) D]},
-                    "q_norm": {"scale": [D]}, "k_norm": {"scale": [D]}, "o": {"kernel": [H D, E]},
-                    "post_norm": {"scale": [E]}, "gate_up": {"kernel": [E, 2F]}, "down": {"kernel": [F, E]}}, 1: ...}}
+     "layers": {0: {"input_norm": {"scale": [E]}, "qkv": {"kernel": [(H + 2K) D, E], "bias": [(H + 2K) D]},
+                    "q_norm": {"scale": [D]}, "k_norm": {"scale": [D]}, "o": {"kernel": [E, H D]},
+                    "post_norm": {"scale": [E]}, "gate_up": {"kernel": [2F, E]}, "down": {"kernel": [E, F]}}, 1: ...}}
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
@@ -43,20 +44,6 @@ class Attend(Protocol):
     ) -> tuple[KV, Float[Array, "T H D"]]: ...
 
 
-@runtime_checkable
-class Parts(Protocol):
-    """The functions of one layer: a :class:`Layer` has them as modules, a rolled loop as choices by index."""
-
-    input_norm: Callable[[Array], Array]
-    qkv: Callable[[Array], Array]
-    q_norm: Callable[[Array], Array] | None
-    k_norm: Callable[[Array], Array] | None
-    o: Callable[[Array], Array]
-    post_norm: Callable[[Array], Array]
-    gate_up: Callable[[Array], Array]
-    down: Callable[[Array], Array]
-
-
 class RMSNorm(nnx.Module):
     def __init__(self, size: int, eps: float):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32))
@@ -74,8 +61,8 @@ def rms_norm(x: Float[Array, "*batch N"], scale: Float[Array, "N"], eps: float) 
 
 class Linear(nnx.Module):
     def __init__(self, num_in: int, num_out: int, dtype: DTypeLike, rngs: nnx.Rngs, *, bias: bool = False):
-        init = nnx.initializers.lecun_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (num_in, num_out), jnp.float32).astype(dtype))
+        init = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+        self.kernel = nnx.Param(init(rngs.params(), (num_out, num_in), jnp.float32).astype(dtype))
         self.bias = nnx.Param(jnp.zeros(num_out, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
@@ -126,7 +113,7 @@ class RolledLayer:
 
 def apply_layer(
     spec: ModelSpec,
-    parts: Parts,
+    parts: Layer | RolledLayer,
     index: LayerIndex,
     x: Float[Array, "T E"],
     kv: KV,
@@ -175,12 +162,12 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "S E"]) -> Float[Array, "S V"]:
         head = self.embed.embedding[...] if self.lm_head is None else self.lm_head.kernel[...]
-        return product(self.final_norm(hidden), head, transposed=True)
+        return product(self.final_norm(hidden), head)
 
 
 def param_shapes(spec: ModelSpec, dtype: DTypeLike) -> Params:
     """The parameters as a nested dict of ``jax.ShapeDtypeStruct``; nothing is allocated."""
-    return nnx.to_pure_dict(_split(spec, dtype)[1])
+    return nnx.to_pure_dict(_split(spec, jnp.dtype(dtype))[1])
 
 
 def init_params(spec: ModelSpec, dtype: DTypeLike, seed: int = 0) -> Params:
@@ -229,7 +216,7 @@ def apply_head(spec: ModelSpec, params: Params, hidden: Float[Array, "S E"]) -> 
 
 
 @functools.lru_cache(maxsize=8)
-def _split(spec: ModelSpec, dtype: DTypeLike) -> tuple[nnx.GraphDef, nnx.State]:
+def _split(spec: ModelSpec, dtype: np.dtype) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(spec, dtype, nnx.Rngs(0))))
 
 

@@ -29,36 +29,30 @@ class Parameter:
     """One array of the params pytree and how it is made.
 
     ``kind``:
-        kernel: sources [out_i, in] are stacked along ``out`` and transposed: [in, sum of out_i].
-        bias: sources [out_i] are stacked: [sum of out_i].
-        vocabulary: one source [V, E], as it is: embedding and LM head.
+        weight: sources [out_i, ...] are stacked along their first axis: [sum of out_i, ...].
         scale: one source, kept in float32 whatever the engine's dtype.
     """
 
     path: Path
-    kind: Literal["kernel", "bias", "vocabulary", "scale"]
+    kind: Literal["weight", "scale"]
     sources: tuple[Source, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array in the params pytree."""
-        if self.kind == "kernel":
-            return (self.sources[0].shape[1], sum(source.shape[0] for source in self.sources))
-        if self.kind == "bias":
-            return (sum(source.shape[0] for source in self.sources),)
-        return self.sources[0].shape
+        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
 
 
 def parameters(spec: ModelSpec) -> Iterator[Parameter]:
     """Every parameter of the decoder that ``spec`` describes (layout: jaxcb/models/decoder.py), in file order."""
     hidden = spec.hidden_size
     embedding = Source("model.embed_tokens.weight", (spec.vocab_size, hidden))
-    yield Parameter(("embed", "embedding"), "vocabulary", (embedding,))
+    yield Parameter(("embed", "embedding"), "weight", (embedding,))
     for layer in range(spec.num_layers):
         yield from _layer(spec, layer)
     yield Parameter(("final_norm", "scale"), "scale", (Source("model.norm.weight", (hidden,)),))
     if not spec.tie_word_embeddings:
-        yield Parameter(("lm_head", "kernel"), "vocabulary", (Source("lm_head.weight", (spec.vocab_size, hidden)),))
+        yield Parameter(("lm_head", "kernel"), "weight", (Source("lm_head.weight", (spec.vocab_size, hidden)),))
 
 
 def _layer(spec: ModelSpec, layer: int) -> Iterator[Parameter]:
@@ -71,10 +65,10 @@ def _layer(spec: ModelSpec, layer: int) -> Iterator[Parameter]:
 
     def linear(name: str, sources: dict[str, int], inputs: int, bias: bool) -> Iterator[Parameter]:
         weights = tuple(Source(f"{prefix}{source}.weight", (size, inputs)) for source, size in sources.items())
-        yield Parameter((*path, name, "kernel"), "kernel", weights)
+        yield Parameter((*path, name, "kernel"), "weight", weights)
         if bias:
             biases = tuple(Source(f"{prefix}{source}.bias", (size,)) for source, size in sources.items())
-            yield Parameter((*path, name, "bias"), "bias", biases)
+            yield Parameter((*path, name, "bias"), "weight", biases)
 
     qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": spec.kv_size, "self_attn.v_proj": spec.kv_size}
     yield norm("input_norm", "input_layernorm", hidden)

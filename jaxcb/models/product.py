@@ -7,21 +7,31 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+FEW_ROWS = 32
+"""Up to so many rows XLA's CPU backend is fastest with the weight as the left operand."""
+_CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
-def product(
-    x: Float[Array, "T I"], kernel: Float[Array, "I O"] | Float[Array, "O I"], *, transposed: bool = False
-) -> Float[Array, "T O"]:
-    """``x @ kernel`` (``x @ kernel.T`` if ``transposed``), accumulated in float32.
 
-    The result is float32 on a CPU, where a bfloat16 result would cost up to ten times as much, and the kernel's dtype
-    on a GPU, where asking for it saves a cast. XLA's CPU backend computes one bfloat16 row at a hundredth of the speed
-    of two, so one row is doubled there.
+def product(x: Float[Array, "T I"], kernel: Float[Array, "O I"]) -> Float[Array, "T O"]:
+    """``x @ kernel.T``, accumulated in float32.
+
+    The result has the kernel's dtype on a GPU, where asking for it saves a cast, and is float32 on a CPU, where a
+    bfloat16 result would cost up to ten times as much.
     """
     x = x.astype(kernel.dtype)
-    on_cpu = jax.default_backend() == "cpu"
-    alone = on_cpu and x.shape[0] == 1 and kernel.dtype == jnp.bfloat16
-    if alone:
-        x = jnp.concatenate([x, x])
-    dims = (((1,), (1 if transposed else 0,)), ((), ()))
-    y = lax.dot_general(x, kernel, dims, preferred_element_type=jnp.float32 if on_cpu else kernel.dtype)
-    return y[:1] if alone else y
+    if jax.default_backend() != "cpu":
+        return lax.dot_general(x, kernel, _CONTRACT_LAST, preferred_element_type=kernel.dtype)
+    if x.shape[0] == 1 and kernel.dtype == jnp.bfloat16:
+        return _weight_left(jnp.concatenate([x, x]), kernel)[:1]  # one bfloat16 row runs at a hundredth of the speed
+    if 2 <= x.shape[0] <= FEW_ROWS:
+        return _weight_left(x, kernel)
+    return lax.dot_general(x, kernel, _CONTRACT_LAST, preferred_element_type=jnp.float32)
+
+
+def _weight_left(x: Float[Array, "T I"], kernel: Float[Array, "O I"]) -> Float[Array, "T O"]:
+    """The left operand of XLA's CPU product is read in place and the right one repacked: so the large one goes left.
+
+    The barrier keeps XLA from swapping them back. Measured on AVX2 in float32: twice as fast from 2 to 16 rows.
+    """
+    y = lax.dot_general(kernel, x, _CONTRACT_LAST, preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(y).T

@@ -8,8 +8,8 @@ Worked example, bucket (T 8, S 4), page_size 2, the plan of ``jaxcb.scheduler.pl
     query_starts   0  1  4  4  4             [S + 1]
     context_lens   8  7  0  0                0 marks a padding row
     slots          5  2  9  9
-    sample_slots   5  2  9  9                where the sampled token goes; the trash slot if the row samples none
-    table_changes  (2*P+2, 8) (2*P+3, 2)     flat index into block_tables [slots, P], page; the rest go to the trash slot
+    sample_slots   5  2  9  9                where the sampled token goes; the trash slot if none is
+    table_changes  (2*P+2, 8) (2*P+3, 2)     flat index into block_tables [slots, P], page; padding: trash slot
 
 Floats and the two halves of a 64-bit seed travel as their bits.
 """

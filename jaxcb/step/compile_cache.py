@@ -15,7 +15,7 @@ def enable_compilation_cache(directory: Path) -> None:
     jax's key covers the program, its options and versions. It doesn't cover the CPU that code was generated for, which
     matters where a home directory is shared between machines: so each kind of CPU has its own folder.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values.get("jax_compilation_cache_dir") is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(directory / _machine()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

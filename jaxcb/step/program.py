@@ -56,21 +56,26 @@ class StepProgram:
         pages = jnp.where(is_token, pages, 0)  # padding writes to the trash page
         offsets = batch.positions % self.page_size
         windows = sorted(set(spec.windows), key=str)
-        metadata = [self._metadata(batch, tables, window) for window in windows]
         kind_of_layer = [windows.index(window) for window in spec.windows]
+        kinds = [
+            functools.partial(
+                ragged_paged_attention,
+                metadata=self._metadata(batch, tables, window),
+                num_layers=spec.num_layers,
+                window=window,
+                backend=self.backend,
+            )
+            for window in windows
+        ]
 
         def attend(
-            layer: LayerIndex, pool: Array, q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
+            layer: LayerIndex, kv: Array, q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
         ) -> tuple[Array, Float[Array, "T H D"]]:
-            where = {"layer": layer, "num_layers": spec.num_layers, "backend": self.backend}
-            pool = write_kv(pool, k, v, pages, offsets, **where)
-            kinds = [
-                functools.partial(ragged_paged_attention, metadata=metadata[i], window=window, **where)
-                for i, window in enumerate(windows)
-            ]
-            if len(kinds) == 1 or isinstance(layer, int):
-                return pool, kinds[kind_of_layer[layer] if isinstance(layer, int) else 0](q, pool)
-            return pool, lax.switch(jnp.asarray(kind_of_layer)[layer], kinds, q, pool)
+            kv = write_kv(kv, k, v, pages, offsets, layer=layer, num_layers=spec.num_layers, backend=self.backend)
+            if isinstance(layer, int):
+                return kv, kinds[kind_of_layer[layer]](q, kv, layer=layer)
+            branches = [functools.partial(kind, layer=layer) for kind in kinds]
+            return kv, lax.switch(jnp.asarray(kind_of_layer)[layer], branches, q, kv)
 
         flat = kv.reshape(-1, *shape[3:])
         hidden, flat = apply_layers(spec, params, token_ids, batch.positions, flat, attend)

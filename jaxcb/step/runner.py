@@ -76,7 +76,7 @@ class Runner:
             ThreadPoolExecutor(max_workers=4) as workers,
             tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress) as bar,
         ):
-            futures = {workers.submit(lambda lower=lower: lower().compile()): keep for lower, keep in jobs}
+            futures = {workers.submit(_compile, lower): keep for lower, keep in jobs}
             for future in as_completed(futures):
                 futures[future](future.result())
                 bar.update()
@@ -153,6 +153,10 @@ def kv_shape(spec: ModelSpec, shape: RunnerShape) -> tuple[int, ...]:
 def kv_dtype(weights: Any) -> Any:
     """Pages hold the weights' dtype. XLA's CPU scatter converts a whole bfloat16 array, so there its bits are kept."""
     return jnp.uint16 if weights == jnp.bfloat16 and jax.default_backend() == "cpu" else weights
+
+
+def _compile(lower: Callable[[], Lowered]) -> Compiled:
+    return lower().compile()
 
 
 def _abstract(x: Array) -> jax.ShapeDtypeStruct:

@@ -44,12 +44,9 @@ def save_safetensors(
             array = np.asarray(families.lookup(params, parameter.path))
             start = 0
             for source in parameter.sources:
-                if parameter.kind in ("scale", "vocabulary"):
-                    yield array
-                else:
-                    end = start + source.shape[0]
-                    yield array[..., start:end].T
-                    start = end
+                end = start + source.shape[0]
+                yield array[start:end]
+                start = end
 
     hf_files.write_safetensors(target / "model.safetensors", layout, arrays())
     _copy_small_files(files, dtype, target)

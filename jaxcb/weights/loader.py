@@ -89,15 +89,13 @@ def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype) -> Params:
 
 
 def _assemble(parameter: families.Parameter, source: SafetensorsSource, dtype: jnp.dtype) -> np.ndarray:
-    """One parameter as the decoder wants it: fused, transposed and in the right dtype."""
+    """One parameter as the decoder wants it: fused and in the right dtype."""
     if parameter.kind == "scale":
         return source.read(parameter.sources[0]).astype(np.float32)
-    if parameter.kind == "vocabulary":
-        return source.read(parameter.sources[0]).astype(dtype)
     result = np.empty(parameter.shape, dtype)
     start = 0
     for tensor in parameter.sources:
         end = start + tensor.shape[0]
-        result[..., start:end] = source.read(tensor).astype(dtype).T
+        result[start:end] = source.read(tensor)
         start = end
     return result

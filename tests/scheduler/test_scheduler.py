@@ -68,7 +68,7 @@ def test_the_newest_is_preempted_comes_back_first_and_answers_the_same():
     assert d.scheduler.counters.preemptions > 0
     for i, name in enumerate("abc"):
         assert d.answers[name] == answer_alone(prompt(7, seed=i), long, 24)
-    assert list(d.finished)[0] == "a"
+    assert next(iter(d.finished)) == "a"
 
 
 def test_pages_of_a_step_in_flight_are_not_given_out_before_it_commits():
@@ -136,7 +136,7 @@ def test_min_tokens_holds_the_end_back():
 )
 def test_an_impossible_request_is_refused_and_leaves_no_trace(length, max_tokens, param):
     d = driver()
-    with pytest.raises(RequestError, match="64 tokens|no tokens") as error:
+    with pytest.raises(RequestError, match=r"64 tokens|no tokens") as error:
         d.scheduler.add(
             Request(request_id="a", prompt_token_ids=prompt(length), sampling=SamplingParams(max_tokens=max_tokens))
         )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcb.models import ModelSpec
+from jaxcb.models import ModelSpec, apply_head
 from jaxcb.models.decoder import Params
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import PlanRow, Sequence, StepPlan
-from jaxcb.step.batch import SlotState, StepLayout
+from jaxcb.step.batch import SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.program import StepProgram
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
@@ -22,29 +23,47 @@ PAGE_SIZE = 16
 
 @functools.lru_cache(maxsize=32)
 def _compiled(spec: ModelSpec, bucket: Bucket, width: int):
+    """The step's forward, and one that gives the logits of every token."""
     layout = StepLayout(bucket, width, bucket.num_seqs)
     program = StepProgram(spec, layout, PAGE_SIZE, "xla")
-    return layout, jax.jit(program.forward, donate_argnums=(1, 2))
+
+    def every_token(params, kv, state, upload):
+        batch = layout.unpack(upload)
+        state = apply_changes(state, batch.change_index, batch.change_page)
+        hidden, kv = program._layers(params, kv, state, batch, batch.token_ids)
+        return kv, state, apply_head(spec, params, hidden)
+
+    return layout, jax.jit(program.forward, donate_argnums=(1, 2)), jax.jit(every_token, donate_argnums=(1, 2))
 
 
-def teacher_forced(spec: ModelSpec, params: Params, token_ids: list[int]) -> np.ndarray:
-    """Logits [T, V] after every token of one sequence, all in one mixed step: T rows that share the first pages.
+def teacher_forced(spec: ModelSpec, params: Params, token_ids: list[int], chunk: int = 256) -> np.ndarray:
+    """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve."""
+    logits = [out[:count] for out, count in _chunks(spec, params, token_ids, min(chunk, len(token_ids)), every=True)]
+    return np.concatenate(logits)
 
-    Row i is a "sequence" of its own whose chunk is token i, over the block table that all rows share; so the logits
-    of every position come out of the very program that serves.
-    """
-    T = len(token_ids)
-    width = -(-T // PAGE_SIZE)
-    layout, forward = _compiled(spec, Bucket(T, T, False), width)
-    pages = list(range(1, width + 1))
-    rows = [row_of(i, [token], start=i, pages=pages) for i, token in enumerate(token_ids)]
-    upload, overflow = layout.pack(StepPlan(0, rows, T, T))
-    state = SlotState.zeros(layout.num_slots, width)
-    if overflow:
-        state = state._replace(block_tables=jnp.tile(jnp.asarray(pages, jnp.int32), (T + 1, 1)))
-    shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=T, max_model_len=width * PAGE_SIZE)
+
+def chunked(spec: ModelSpec, params: Params, token_ids: list[int], chunk: int) -> np.ndarray:
+    """Logits [num_chunks, V] after each chunk of one sequence, out of the very program that serves."""
+    return np.stack([out[0] for out, _ in _chunks(spec, params, token_ids, chunk, every=False)])
+
+
+def _chunks(
+    spec: ModelSpec, params: Params, token_ids: list[int], chunk: int, *, every: bool
+) -> Iterator[tuple[np.ndarray, int]]:
+    width = -(-len(token_ids) // PAGE_SIZE)
+    layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width)
+    shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
     kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
-    return np.asarray(forward(params, kv, state, upload)[2], np.float32)
+    state = SlotState.zeros(layout.num_slots, width)
+    for start in range(0, len(token_ids), chunk):
+        part = token_ids[start : start + chunk]
+        first, last = start // PAGE_SIZE, -(-(start + len(part)) // PAGE_SIZE)
+        row = row_of(0, part, start=start, pages=list(range(first + 1, last + 1)))
+        row.first_new_page = first
+        upload, overflow = layout.pack(StepPlan(0, [row], len(part), 0))
+        assert not overflow
+        kv, state, logits = (every_token if every else forward)(params, kv, state, upload)[:3]
+        yield np.asarray(logits, np.float32), len(part)
 
 
 def row_of(
@@ -64,19 +83,3 @@ def row_of(
         new_pages=pages,
     )
 
-
-def chunked(spec: ModelSpec, params: Params, token_ids: list[int], chunk: int) -> np.ndarray:
-    """Logits [num_chunks, V] after each chunk of one sequence, prefilled chunk by chunk."""
-    width = -(-len(token_ids) // PAGE_SIZE)
-    layout, forward = _compiled(spec, Bucket(chunk, 1, False), width)
-    shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
-    kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
-    state = SlotState.zeros(layout.num_slots, width)
-    logits = []
-    for start in range(0, len(token_ids), chunk):
-        part = token_ids[start : start + chunk]
-        pages = list(range(1, width + 1)) if start == 0 else []
-        upload, _ = layout.pack(StepPlan(0, [row_of(0, part, start=start, pages=pages)], len(part), 0))
-        kv, state, out, _ = forward(params, kv, state, upload)
-        logits.append(np.asarray(out[0], np.float32))
-    return np.stack(logits)

@@ -78,7 +78,7 @@ def test_every_weight_of_the_file_is_found_again_in_the_pytree(tiny_model):
                 ours = layer[norms[part]]["scale"]
             else:
                 where, rows = parts[part]
-                ours = layer[where]["bias"][rows] if kind == "bias" else layer[where]["kernel"][:, rows].T
+                ours = layer[where][kind.replace("weight", "kernel")][rows]
         np.testing.assert_array_equal(ours, value, err_msg=name)
 
 
@@ -97,7 +97,7 @@ def test_every_stored_dtype_becomes_the_engines(model, stored, dtype):
     name = "model.layers.1.mlp.down_proj.weight"
     kernel = loaded(model, dtype)["layers"][1]["down"]["kernel"]
     assert kernel.dtype == dtype
-    np.testing.assert_array_equal(kernel, weights[name].astype(np.float32).astype(dtype).T)
+    np.testing.assert_array_equal(kernel, weights[name].astype(np.float32).astype(dtype))
 
 
 def shard(model: Path, num_shards: int) -> None:
@@ -229,7 +229,7 @@ def test_load_of_the_built_in_model(builtin_model, golden):
     assert result.name == golden["model"]
     assert result.spec.eos_token_ids == (2,)
     assert result.spec.tie_word_embeddings and "lm_head" not in result.params
-    assert result.params["layers"][29]["qkv"]["kernel"].shape == (576, 960)
+    assert result.params["layers"][29]["qkv"]["kernel"].shape == (960, 576)
     assert result.tokenizer.vocab_size == result.spec.vocab_size == 49152
 
 

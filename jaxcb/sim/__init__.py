@@ -1,0 +1,33 @@
+"""The real Scheduler under a virtual clock and a step-time model: policies, budgets and machines compared on a laptop.
+
+Nothing here imports jax, and nothing may: a run needs no device and no model weights.
+"""
+
+from jaxcb.sim.gpus import GPUS, Gpu
+from jaxcb.sim.models import MODELS, Model, ModelShape
+from jaxcb.sim.result import Distribution, RequestRecord, Result
+from jaxcb.sim.simulator import Simulation, simulate
+from jaxcb.sim.sizing import limits_on
+from jaxcb.sim.step_time import LinearStepTime, StepLoad, StepTime, StepTimeModel
+from jaxcb.sim.trace import TRACES, TraceRequest, make_trace
+
+__all__ = [
+    "GPUS",
+    "MODELS",
+    "TRACES",
+    "Distribution",
+    "Gpu",
+    "LinearStepTime",
+    "Model",
+    "ModelShape",
+    "RequestRecord",
+    "Result",
+    "Simulation",
+    "StepLoad",
+    "StepTime",
+    "StepTimeModel",
+    "TraceRequest",
+    "limits_on",
+    "make_trace",
+    "simulate",
+]

@@ -1,0 +1,61 @@
+"""Models as a step-time model sees them: how many weights, and what a position costs in the KV cache.
+
+:class:`jaxcb.models.spec.ModelSpec` is such a model too. It isn't imported here: its package imports jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+
+class Model(Protocol):
+    """What the simulator needs to know of a decoder."""
+
+    @property
+    def num_params(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def q_size(self) -> int:
+        """Query heads times head size."""
+
+    @property
+    def max_position(self) -> int:
+        """Longest context, in tokens."""
+
+    def kv_bytes_per_token(self, itemsize: int) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """The few numbers of a published model that decide how long its steps take."""
+
+    name: str
+    num_params: int
+    """Weights of the matrices, biases and norms left out."""
+    num_layers: int
+    q_size: int
+    """Query heads times head size."""
+    kv_size: int
+    """KV heads times head size."""
+    max_position: int
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of KV cache that one position takes in all layers, at ``itemsize`` bytes an element."""
+        return self.num_layers * 2 * self.kv_size * itemsize
+
+
+#        name, weights, layers, H*D, K*D, positions
+MODELS = {
+    "135m": ModelShape("SmolLM2-135M", 134_479_872, 30, 576, 192, 8192),
+    "0.6b": ModelShape("Qwen3-0.6B", 595_984_384, 28, 2048, 1024, 40960),
+    "1b": ModelShape("Llama-3.2-1B", 1_235_746_816, 16, 2048, 512, 131072),
+    "3b": ModelShape("Llama-3.2-3B", 3_212_574_720, 28, 3072, 1024, 131072),
+    "7b": ModelShape("Mistral-7B-v0.3", 7_247_757_312, 32, 4096, 1024, 32768),
+    "8b": ModelShape("Llama-3.1-8B", 8_029_995_008, 32, 4096, 1024, 131072),
+    "32b": ModelShape("Qwen3-32B", 32_761_446_400, 64, 8192, 1024, 40960),
+    "70b": ModelShape("Llama-3.1-70B", 70_552_387_584, 80, 8192, 1024, 131072),
+}

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import jax
+import pytest
+
+from jaxcb.engine import Engine
+from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
+from jaxcb.request import FinishReason, Request, SamplingParams
+from tests.engine.run import complete
+
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+def request(name: str, sampling: SamplingParams = LONG, prompt: tuple[int, ...] = (5, 6, 7)) -> Request:
+    return Request(request_id=name, prompt_token_ids=prompt, sampling=sampling)
+
+
+def wait_until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+def is_idle(engine: Engine) -> bool:
+    stats = engine.stats()
+    return (stats.num_running, stats.num_waiting, stats.kv_pages_used) == (0, 0, 0)
+
+
+@pytest.fixture
+def engine(make_engine) -> Engine:
+    return make_engine(max_num_seqs=4)
+
+
+def test_an_abort_ends_the_stream_and_frees_everything(engine):
+    stream = engine.submit(request("a"))
+    next(stream)
+    stream.abort()
+    last = list(stream)[-1]
+    assert last.finish_reason is FinishReason.ABORT
+    assert 0 < len(last.token_ids) < 400
+    wait_until(lambda: is_idle(engine))
+    assert engine.stats().finished["abort"] == 1
+
+
+def test_a_request_can_be_aborted_before_it_ever_ran_and_while_it_waits(engine):
+    running = [engine.submit(request(f"r{i}")) for i in range(4)]
+    waiting = engine.submit(request("w"))
+    waiting.abort()
+    assert list(waiting)[-1].token_ids == []
+    for stream in running:
+        stream.abort()
+        assert list(stream)[-1].finish_reason is FinishReason.ABORT
+    at_once = engine.submit(request("now"))
+    at_once.abort()
+    assert list(at_once)[-1].finish_reason is FinishReason.ABORT
+    wait_until(lambda: is_idle(engine))
+
+
+def test_an_abort_does_not_disturb_the_neighbours(engine):
+    alone = complete(engine, [(9, 9, 9)], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
+    other = engine.submit(request("other"))
+    stream = engine.submit(
+        request("mine", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), prompt=(9, 9, 9))
+    )
+    next(stream)
+    other.abort()
+    assert list(stream)[-1].token_ids == alone.token_ids
+
+
+def test_stream_pieces_concatenate_to_the_whole(engine):
+    outputs = list(engine.submit(request("a", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))))
+    last = outputs[-1]
+    assert "".join(output.new_text for output in outputs) == last.text
+    assert [token for output in outputs for token in output.new_token_ids] == last.token_ids
+    assert last.finish_reason is FinishReason.LENGTH and len(last.token_ids) == 30
+    assert [output.finished for output in outputs] == [False] * 29 + [True]
+    assert last.first_token_s is not None and last.finished_s is not None
+    assert last.first_token_s <= last.finished_s
+
+
+def test_a_stop_string_ends_the_text_before_it_and_frees_the_pages(engine):
+    whole = complete(engine, [(5, 6, 7)], LONG)[0].text
+    stop = whole[10:14]
+    at = whole.index(stop)
+    for include, text in ((False, whole[:at]), (True, whole[: at + len(stop)])):
+        sampling = SamplingParams(
+            temperature=0, max_tokens=400, ignore_eos=True, stop=stop, include_stop_str_in_output=include
+        )
+        outputs = list(engine.submit(request("a", sampling)))
+        assert outputs[-1].text == text == "".join(output.new_text for output in outputs)
+        assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, stop)
+        assert len(outputs[-1].token_ids) < 60
+        wait_until(lambda: is_idle(engine))
+
+
+def test_a_stop_string_is_passed_by_before_min_tokens(engine):
+    whole = complete(engine, [(5, 6, 7)], LONG)[0]
+    stop = whole.text[3:5]
+    sampling = SamplingParams(temperature=0, max_tokens=400, min_tokens=30, ignore_eos=True, stop=stop)
+    output = complete(engine, [(5, 6, 7)], sampling)[0]
+    assert len(output.token_ids) >= 30
+    assert whole.text.startswith(output.text) and stop in output.text
+
+
+def test_a_stop_token_ends_the_sequence_and_has_no_text(engine):
+    whole = complete(engine, [(5, 6, 7)], LONG)[0]
+    stop = whole.token_ids[7]
+    first = whole.token_ids.index(stop)
+    output = complete(
+        engine, [(5, 6, 7)], SamplingParams(temperature=0, max_tokens=99, ignore_eos=True, stop_token_ids=(stop,))
+    )[0]
+    assert output.token_ids == whole.token_ids[: first + 1]
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, stop)
+    assert whole.text.startswith(output.text) and len(output.text) < len(whole.text)
+
+
+def test_min_tokens_holds_a_stop_token_back(engine):
+    free = list(complete(engine, [(5, 6, 7)], LONG)[0].token_ids)
+    stop = next(token for token in free[3:] if token not in free[:3])
+    first = free.index(stop)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=first + 20, min_tokens=first + 10, ignore_eos=True, stop_token_ids=(stop,)
+    )
+    held = list(complete(engine, [(5, 6, 7)], sampling)[0].token_ids)
+    assert held[:first] == free[:first] and stop not in held[: first + 10]
+    assert len(held) > first + 9
+
+
+def test_an_id_may_be_used_again_as_soon_as_its_stream_has_ended(engine):
+    stop = complete(engine, [(5, 6, 7)], LONG)[0].text[2:4]
+    for _ in range(20):
+        stopped = complete(engine, [(5, 6, 7)], SamplingParams(temperature=0, max_tokens=99, stop=stop))[0]
+        assert stopped.stop_reason == stop
+        again = complete(engine, [(8, 8)], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0]
+        assert again.finish_reason is FinishReason.LENGTH
+    wait_until(lambda: is_idle(engine))
+
+
+def test_seeds_reproduce_and_their_absence_varies(engine):
+    def tokens(seed: int | None) -> list[int]:
+        sampling = SamplingParams(temperature=1.5, max_tokens=12, seed=seed, ignore_eos=True)
+        return list(complete(engine, [(5, 6, 7)], sampling)[0].token_ids)
+
+    assert tokens(3) == tokens(3)
+    assert tokens(3) != tokens(4)
+    assert tokens(None) != tokens(None)
+
+
+def test_nothing_compiles_once_the_engine_is_ready(engine):
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        mixes = [
+            SamplingParams(temperature=0, max_tokens=5),
+            SamplingParams(temperature=0.7, max_tokens=20, seed=1),
+            SamplingParams(top_k=5, top_p=0.5, max_tokens=9, min_tokens=4, stop="x"),
+            SamplingParams(max_tokens=70, ignore_eos=True),
+        ]
+        prompts = [[i % 250 for i in range(length)] for length in (1, 2, 31, 33, 127, 128, 129, 257, 600)]
+        for sampling in mixes:
+            complete(engine, prompts, sampling)
+        complete(engine, prompts, [mixes[i % 4] for i in range(len(prompts))])
+        assert compiled == []
+        jax.jit(lambda x: x * 3 + 1)(1.5).block_until_ready()
+        assert compiled, "the listener hears nothing: this test can't fail"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "param"),
+    [
+        ((), LONG, "prompt"),
+        ((256,), LONG, "prompt"),
+        ((-1,), LONG, "prompt"),
+        ((1.5,), LONG, "prompt"),
+        ((1,) * 700, LONG, "prompt"),
+        ((1,), SamplingParams(max_tokens=700), "max_tokens"),
+        ((1,), SamplingParams(stop_token_ids=(256,)), "stop_token_ids"),
+    ],
+)
+def test_an_impossible_request_is_refused_at_submit_and_leaves_no_trace(engine, prompt, sampling, param):
+    with pytest.raises(RequestError) as error:
+        engine.submit(request("a", sampling, prompt))
+    assert error.value.param == param
+    assert is_idle(engine)
+    assert complete(engine, [(1,)], SamplingParams(max_tokens=1))[0].finished
+
+
+def test_the_queue_has_a_limit_and_recovers(make_engine):
+    engine = make_engine(max_num_seqs=2, max_waiting=3)
+    streams, refused = [], 0
+    for i in range(40):
+        try:
+            streams.append(engine.submit(request(str(i), SamplingParams(max_tokens=50, ignore_eos=True))))
+        except QueueFullError as error:
+            assert "the limit is 3" in str(error)
+            refused += 1
+    assert refused > 0 and len(streams) >= 3
+    assert all(list(stream)[-1].finish_reason is FinishReason.LENGTH for stream in streams)
+    assert complete(engine, [(1,)], SamplingParams(max_tokens=1))[0].finished
+
+
+def test_shutdown_drains_what_it_is_given_time_for_and_aborts_the_rest(make_engine):
+    engine = make_engine()
+    stream = engine.submit(request("a", SamplingParams(max_tokens=20, ignore_eos=True)))
+    engine.shutdown(drain_s=60)
+    assert list(stream)[-1].finish_reason is FinishReason.LENGTH
+    with pytest.raises(EngineStoppedError, match="shutting down"):
+        engine.submit(request("b"))
+
+    engine = make_engine()
+    streams = [engine.submit(request(str(i))) for i in range(20)]
+    engine.shutdown()
+    assert {list(stream)[-1].finish_reason for stream in streams} == {FinishReason.ABORT}
+
+
+def test_a_failing_step_ends_every_stream_with_the_reason(make_engine, monkeypatch):
+    engine = make_engine()
+    monkeypatch.setattr(engine._runner, "launch", lambda plan: (_ for _ in ()).throw(RuntimeError("device lost")))
+    streams = [engine.submit(request(str(i))) for i in range(3)]
+    for stream in streams:
+        last = list(stream)[-1]
+        assert last.finish_reason is FinishReason.ERROR and "device lost" in (last.error or "")
+    assert not engine.healthy
+    with pytest.raises(EngineStoppedError, match="device lost"):
+        engine.submit(request("b"))
+
+
+def test_a_stream_made_in_a_loop_is_awaited(engine):
+    async def run() -> list[list[int]]:
+        async def one(name: str) -> list[int]:
+            sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            outputs = [output async for output in engine.submit(request(name, sampling))]
+            assert "".join(output.new_text for output in outputs) == outputs[-1].text
+            return list(outputs[-1].token_ids)
+
+        return await asyncio.gather(*(one(str(i)) for i in range(8)))
+
+    answers = asyncio.run(run())
+    alone = complete(engine, [(5, 6, 7)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0]
+    assert answers == [alone.token_ids] * 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"max_model_len": 2000}, "max_model_len"),
+        ({"max_model_len": 700, "num_kv_pages": 43}, "max_model_len"),
+        ({"num_kv_pages": None, "kv_cache_memory_bytes": 100}, "kv_cache_memory_bytes"),
+        ({"max_num_seqs": 200}, "max_num_batched_tokens"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_by_name(make_engine, changes, param):
+    with pytest.raises(ConfigError) as error:
+        make_engine(**changes)
+    assert error.value.param == param

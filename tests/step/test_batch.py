@@ -1,0 +1,92 @@
+import jax
+import numpy as np
+import pytest
+
+from jaxcb.request import SamplingParams
+from jaxcb.scheduler import StepPlan
+from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes, unpack_sampling
+from jaxcb.step.buckets import Bucket, Buckets
+from tests.step.forward import row_of
+
+SLOTS, P = 9, 6
+
+
+def example() -> StepPlan:
+    """The plan of the docstrings: a decodes at position 7, b is given three tokens from position 4 on."""
+    a = row_of(5, [-1], start=7, pages=[], sampling=SamplingParams(temperature=0.5, top_k=3, seed=2**40 + 5))
+    b = row_of(2, [11, 12, 13], start=4, pages=[8, 2])
+    b.first_new_page = 2
+    return StepPlan(0, [a, b], 4, 1)
+
+
+def test_the_worked_example_of_the_docstring():
+    layout = StepLayout(Bucket(8, 4, False), P, SLOTS)
+    upload, overflow = layout.pack(example())
+    assert upload.shape == (layout.size,) and upload.dtype == np.int32 and overflow == []
+    batch = jax.tree.map(np.asarray, layout.unpack(upload))
+    np.testing.assert_array_equal(batch.token_ids, [-1, 11, 12, 13, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.positions, [7, 4, 5, 6, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.token_rows, [0, 1, 1, 1, 3, 3, 3, 3])
+    np.testing.assert_array_equal(batch.query_starts, [0, 1, 4, 4, 4])
+    np.testing.assert_array_equal(batch.context_lens, [8, 7, 0, 0])
+    np.testing.assert_array_equal(batch.slots, [5, 2, SLOTS, SLOTS])
+    np.testing.assert_array_equal(batch.change_index[:3], [2 * P + 2, 2 * P + 3, SLOTS * P])
+    np.testing.assert_array_equal(batch.change_page[:3], [8, 2, 0])
+
+
+def test_sampling_parameters_arrive_as_they_were_sent():
+    layout = StepLayout(Bucket(8, 4, False), P, SLOTS)
+    upload, _ = layout.pack(example())
+    part = unpack_sampling(layout.sample_part(upload), 4)
+    np.testing.assert_array_equal(part.sample_slots, [5, 2, SLOTS, SLOTS])
+    np.testing.assert_array_equal(part.positions, [8, 7, 0, 0])
+    np.testing.assert_array_equal(part.temperature, np.float32([0.5, 0, 0, 0]))
+    np.testing.assert_array_equal(part.top_p, np.float32([1, 1, 1, 1]))
+    np.testing.assert_array_equal(part.top_k, [3, 0, 0, 0])
+    np.testing.assert_array_equal(part.seeds[0], np.uint32([5, 2**8]))
+    assert (np.asarray(part.forbidden) == -1).all()
+
+
+def test_a_negative_seed_and_a_huge_top_k_fit():
+    row = row_of(0, [1], start=0, pages=[], sampling=SamplingParams(top_k=2**40, seed=-1))
+    layout = StepLayout(Bucket(1, 1, True), P, SLOTS)
+    part = unpack_sampling(layout.sample_part(layout.pack(StepPlan(0, [row], 1, 1))[0]), 1)
+    assert int(part.top_k[0]) == 2**31 - 1
+    np.testing.assert_array_equal(part.seeds[0], np.uint32([2**32 - 1, 2**32 - 1]))
+
+
+def test_a_row_that_samples_nothing_goes_to_the_trash_slot():
+    row = row_of(3, [1, 2], start=0, pages=[1])
+    row.samples = False
+    layout = StepLayout(Bucket(2, 2, False), P, SLOTS)
+    part = unpack_sampling(layout.sample_part(layout.pack(StepPlan(0, [row], 2, 0))[0]), 2)
+    np.testing.assert_array_equal(part.sample_slots, [SLOTS, SLOTS])
+
+
+def test_more_table_changes_than_an_upload_holds_are_handed_back():
+    layout = StepLayout(Bucket(1, 1, True), 1000, SLOTS)
+    pages = list(range(1, 31))
+    upload, overflow = layout.pack(StepPlan(0, [row_of(2, [1], start=479, pages=pages)], 1, 1))
+    kept = layout.num_changes
+    assert kept < 30 and kept <= CHANGES_PER_UPLOAD
+    assert overflow == [(2 * 1000 + i, pages[i]) for i in range(kept, 30)]
+    np.testing.assert_array_equal(layout.unpack(upload).change_page, pages[:kept])
+
+
+def test_changes_reach_only_their_slot():
+    state = SlotState.zeros(3, 4)
+    state = apply_changes(state, np.int32([1 * 4 + 2, 3 * 4]), np.int32([7, 0]))
+    np.testing.assert_array_equal(state.block_tables, [[0, 0, 0, 0], [0, 0, 7, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_buckets_end_at_the_limits_and_the_smallest_that_fits_is_chosen():
+    buckets = Buckets(6, 100, decode_sizes=(1, 2, 4, 8), mixed_sizes=(32, 64, 128))
+    assert [str(bucket) for bucket in buckets] == [
+        "decode 1", "decode 2", "decode 4", "decode 6", "mixed 32", "mixed 64", "mixed 100",
+    ]  # fmt: skip
+    assert buckets.choose(3, True) == Bucket(4, 4, True)
+    assert buckets.choose(5, True) == Bucket(6, 6, True)
+    assert buckets.choose(33, False) == Bucket(64, 6, False)
+    assert buckets.choose(100, False) == Bucket(100, 6, False)
+    with pytest.raises(IndexError):
+        buckets.choose(101, False)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from jaxcb.request import FinishReason, Request, RequestOutput, SamplingParams
+from jaxcb.text.worker import TextEvent, TextWorker
+from tests.text.small_tokenizers import byte_level
+
+TOKENIZER = byte_level()
+
+
+class Collector:
+    """A worker whose outputs are kept; ``run`` feeds ids one event at a time."""
+
+    def __init__(self) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.stopped: list[str] = []
+        self.threads: set[str] = set()
+        self.worker = TextWorker(TOKENIZER, self._take, self.stopped.append)
+
+    def _take(self, outputs: list[RequestOutput]) -> None:
+        self.outputs += outputs
+        self.threads.add(threading.current_thread().name)
+
+    def run(self, text: str, sampling: SamplingParams, reason: FinishReason = FinishReason.LENGTH) -> RequestOutput:
+        ids = TOKENIZER.encode(text)
+        self.worker.open(Request(request_id="a", prompt_token_ids=[0], sampling=sampling))
+        for i, token in enumerate(ids):
+            self.worker.put([TextEvent("a", token, reason if i == len(ids) - 1 else None)])
+        self.worker.close()
+        return self.outputs[-1]
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    yield Collector()
+
+
+def test_text_is_made_on_a_thread_of_its_own(collector):
+    last = collector.run("héllo 🦙 the end", SamplingParams(max_tokens=99))
+    assert last.text == "héllo 🦙 the end" == "".join(output.new_text for output in collector.outputs)
+    assert collector.threads == {"jaxcb-text"}
+    assert last.finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_string_drops_what_follows_and_tells_the_engine_once(collector):
+    last = collector.run("one two three", SamplingParams(max_tokens=99, stop="tw"))
+    assert last.text == "one " and last.stop_reason == "tw" and last.finish_reason is FinishReason.STOP
+    assert collector.stopped == ["a"]
+    assert sum(output.finished for output in collector.outputs) == 1
+
+
+def test_a_stop_string_at_the_very_last_token_wins_over_the_length(collector):
+    last = collector.run("one two", SamplingParams(max_tokens=7, stop="two"))
+    assert (last.text, last.finish_reason, last.stop_reason) == ("one ", FinishReason.STOP, "two")
+    assert collector.stopped == [], "the engine has ended the request itself"
+
+
+def test_text_that_never_became_a_stop_string_is_not_lost(collector):
+    last = collector.run("one tw", SamplingParams(max_tokens=99, stop="two"))
+    assert last.text == "one tw" and last.finish_reason is FinishReason.LENGTH
+
+
+def test_an_end_token_has_no_text_unless_stops_are_included():
+    for include, text in ((False, "one"), (True, "one!")):
+        collector = Collector()
+        last = collector.run(
+            "one!", SamplingParams(max_tokens=99, include_stop_str_in_output=include), FinishReason.STOP
+        )
+        assert last.text == text and last.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_is_not_seen_before_min_tokens():
+    collector = Collector()
+    last = collector.run("xx one xx two", SamplingParams(max_tokens=99, min_tokens=5, stop="xx"))
+    assert last.text == "xx one " and last.stop_reason == "xx"
+
+
+def test_half_a_character_at_the_end_is_shown_as_one_replacement_character(collector):
+    ids = TOKENIZER.encode("a🦙")
+    collector.worker.open(Request(request_id="a", prompt_token_ids=[0], sampling=SamplingParams()))
+    for i, token in enumerate(ids[:-1]):
+        collector.worker.put([TextEvent("a", token, FinishReason.LENGTH if i == len(ids) - 2 else None)])
+    collector.worker.close()
+    assert collector.outputs[-1].text == "a\ufffd"
+    assert "".join(output.new_text for output in collector.outputs) == "a\ufffd"
+
+
+def test_an_end_without_a_token_flushes_and_keeps_the_reason(collector):
+    collector.worker.open(Request(request_id="a", prompt_token_ids=[0], sampling=SamplingParams(stop="zzz")))
+    collector.worker.put([TextEvent("a", token) for token in TOKENIZER.encode("bzz")])
+    collector.worker.put([TextEvent("a", None, FinishReason.ERROR, error="broken")])
+    collector.worker.put([TextEvent("a", 5), TextEvent("unknown", 5)])
+    collector.worker.close()
+    last = collector.outputs[-1]
+    assert (last.text, last.finish_reason, last.error) == ("bzz", FinishReason.ERROR, "broken")
