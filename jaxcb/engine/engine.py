@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import random
 import threading
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Ending:
-    request_id: str
+    key: str
     reason: FinishReason
 
 
@@ -57,7 +58,10 @@ class Engine:
 
         self._wake = threading.Condition()
         self._inbox: list[Request | _Ending] = []  # in the order of the calls, which matters when an id is used again
+        # Inside the engine a request goes by a key of our own: a client may use its id again at once.
+        self._keys: dict[str, str] = {}
         self._streams: dict[str, OutputStream] = {}
+        self._num_submitted = 0
         self._accepting = True
         self._stopping = False
         self._error: str | None = None
@@ -101,21 +105,23 @@ class Engine:
             EngineStoppedError: the engine was shut down or has failed.
         """
         self.check_request(request)
-        stream = OutputStream(request.request_id, self.abort)
         with self._wake:
             if not self._accepting:
                 raise EngineStoppedError(self._error or "the engine is shutting down")
-            if request.request_id in self._streams:
+            if request.request_id in self._keys:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
             limit = self.config.max_waiting
             num_waiting = self._num_waiting()
             if limit is not None and num_waiting >= limit:
                 raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
             request = self._with_seed(request)
-            self._streams[request.request_id] = stream
-            self._text.open(request)
-            self._inbox.append(request)
-            self._wake.notify()
+            self._num_submitted += 1
+            key = f"{self._num_submitted}-{request.request_id}"
+            stream = OutputStream(request.request_id, functools.partial(self._end, key, FinishReason.ABORT))
+            self._keys[request.request_id], self._streams[key] = key, stream
+            self._text.open(key, request)
+            self._inbox.append(dataclasses.replace(request, request_id=key))
+            self._wake.notify_all()
         return stream
 
     def check_request(self, request: Request) -> None:
@@ -125,7 +131,10 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request. Its stream ends with ``FinishReason.ABORT``. Harmless if it has ended."""
-        self._end(request_id, FinishReason.ABORT)
+        with self._wake:
+            key = self._keys.get(request_id)
+        if key is not None:
+            self._end(key, FinishReason.ABORT)
 
     def stats(self) -> EngineStats:
         """A snapshot of gauges and totals."""
@@ -167,7 +176,7 @@ class Engine:
             self._wake.notify_all()
         if self._thread.is_alive():
             self._thread.join()
-        self._text.put([TextEvent(request_id, None, FinishReason.ABORT) for request_id in list(self._streams)])
+        self._text.put([TextEvent(key, None, FinishReason.ABORT) for key in list(self._streams)])
         self._text.close()
 
     def __enter__(self) -> Engine:
@@ -198,7 +207,7 @@ class Engine:
 
     def _take(self, item: Request | _Ending) -> TokenEvent | None:
         if isinstance(item, _Ending):
-            return self._core.finish(item.request_id, item.reason)
+            return self._core.finish(item.key, item.reason)
         self._core.add(item)
         return None
 
@@ -221,30 +230,30 @@ class Engine:
     def _fail(self, message: str) -> None:
         with self._wake:
             self._error, self._accepting = message, False
-            open_ids = list(self._streams)
-        self._text.put([TextEvent(request_id, None, FinishReason.ERROR, error=message) for request_id in open_ids])
+            keys = list(self._streams)
+        self._text.put([TextEvent(key, None, FinishReason.ERROR, error=message) for key in keys])
 
     # ------------------------------------------------------------------ the text thread
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: list[tuple[str, RequestOutput]]) -> None:
         batch = []
         with self._wake:
-            for output in outputs:
-                batch.append((self._streams[output.request_id], output))
+            for key, output in outputs:
+                batch.append((self._streams[key], output))
                 if output.finish_reason is not None:
                     self._finished[output.finish_reason.value] += 1
-                    del self._streams[output.request_id]
+                    del self._streams[key], self._keys[output.request_id]
             if not self._streams:
                 self._wake.notify_all()
         deliver(batch)
 
-    def _stop_found(self, request_id: str) -> None:
-        self._end(request_id, FinishReason.STOP)
+    def _stop_found(self, key: str) -> None:
+        self._end(key, FinishReason.STOP)
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
+    def _end(self, key: str, reason: FinishReason) -> None:
         with self._wake:
-            self._inbox.append(_Ending(request_id, reason))
-            self._wake.notify()
+            self._inbox.append(_Ending(key, reason))
+            self._wake.notify_all()
 
     # ------------------------------------------------------------------ requests
 

@@ -16,7 +16,7 @@ class OutputStream:
     Made inside a running asyncio loop it belongs to that loop (``async for``), else to threads (``for``).
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]):
+    def __init__(self, request_id: str, abort: Callable[[], None]):
         self.request_id = request_id
         self._abort = abort
         self._finished = False
@@ -31,7 +31,7 @@ class OutputStream:
     def abort(self) -> None:
         """Drop the request: its pages are freed within a step. Harmless after the end."""
         if not self._finished:
-            self._abort(self.request_id)
+            self._abort()
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self

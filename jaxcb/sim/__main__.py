@@ -43,9 +43,10 @@ def _reference(options: argparse.Namespace) -> int:
     trace, limits = reference.reference_trace(), reference.scheduler_limits()
     time_model = reference.STEP_TIME
     print(
-        f"{len(trace):,} requests at once, prompts of 50 to 999 tokens, outputs of 10 to 999;\n"
-        f"{reference.NUM_KV_TOKENS:,} KV tokens, {limits.max_num_seqs} sequences, budget {limits.max_num_batched_tokens:,}; a step takes "
-        f"{time_model.fixed_ms} ms and {time_model.per_token_ms} ms a token.\n\n{COMPARISON_HEADER}"
+        f"{len(trace):,} requests at once, prompts of 50 to 999 tokens, outputs of 10 to 999; "
+        f"{reference.NUM_KV_TOKENS:,} KV tokens,\n"
+        f"{limits.max_num_seqs} sequences, budget {limits.max_num_batched_tokens:,}; "
+        f"a step takes {time_model.fixed_ms} ms and {time_model.per_token_ms} ms a token.\n\n{COMPARISON_HEADER}"
     )
     print(comparison_row("static, textbook", reference.static(trace)))
     textbook = reference.continuous(trace)

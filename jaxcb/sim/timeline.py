@@ -1,8 +1,11 @@
 """A run drawn as text: a row a request, a column a step, P where a chunk of its prompt runs, d where it decodes.
 
-step      1....
-0 3+3     PPddd    (the answer's first token comes out of the prompt's last chunk)
-1 2+2     .Pd
+Three requests, at most two of them running, budget 16. The last chunk of a prompt yields the answer's first token:
+
+    step    1.....
+    0 20+4  PPddd
+    1 3+2   .Pd        (it waited: the first chunk of request 0 filled the budget)
+    2 2+3      Pdd
 """
 
 from __future__ import annotations

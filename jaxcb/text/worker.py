@@ -20,15 +20,19 @@ from jaxcb.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Sink = Callable[[list[RequestOutput]], None]
-"""Takes the outputs of one step, on the worker's thread."""
+Sink = Callable[[list[tuple[str, RequestOutput]]], None]
+"""Takes the outputs of one step, each with its request's key, on the worker's thread."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextEvent:
-    """A token of a request, or its end (``token_id`` None), as the engine committed it."""
+    """A token of a request, or its end (``token_id`` None), as the engine committed it.
 
-    request_id: str
+    ``key`` is the engine's own name of the request: ids are chosen by clients and may be used again while late events
+    of an ended request are still under way.
+    """
+
+    key: str
     token_id: int | None
     finish_reason: FinishReason | None = None
     stop_id: int | None = None
@@ -88,18 +92,18 @@ class _TextState:
 
 
 class TextWorker:
-    """``on_stop(request_id)`` is called when a stop string ends a request that the engine still runs."""
+    """``on_stop(key)`` is called when a stop string ends a request that the engine still runs."""
 
     def __init__(self, tokenizer: Tokenizer, sink: Sink, on_stop: Callable[[str], None]):
         self._tokenizer, self._sink, self._on_stop = tokenizer, sink, on_stop
-        self._queue: queue.SimpleQueue[list[TextEvent] | Request | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[TextEvent] | tuple[str, Request] | None] = queue.SimpleQueue()
         self._open: dict[str, _TextState] = {}
         self._thread = threading.Thread(target=self._run, name="jaxcb-text", daemon=True)
         self._thread.start()
 
-    def open(self, request: Request) -> None:
+    def open(self, key: str, request: Request) -> None:
         """Announce a request before its first event."""
-        self._queue.put(request)
+        self._queue.put((key, request))
 
     def put(self, events: list[TextEvent]) -> None:
         """Events of one step, in order."""
@@ -112,22 +116,23 @@ class TextWorker:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, Request):
-                self._open[item.request_id] = _TextState(item, self._tokenizer)
+            if isinstance(item, tuple):
+                key, request = item
+                self._open[key] = _TextState(request, self._tokenizer)
             else:
                 self._sink(self._outputs(item))
 
-    def _outputs(self, events: list[TextEvent]) -> list[RequestOutput]:
+    def _outputs(self, events: list[TextEvent]) -> list[tuple[str, RequestOutput]]:
         now_s = time.monotonic()
         outputs = []
         for event in events:
-            state = self._open.get(event.request_id)
+            state = self._open.get(event.key)
             if state is None:
                 continue  # a stop string ended it while these tokens were under way
             output = state.advance(event, now_s)
-            outputs.append(output)
+            outputs.append((event.key, output))
             if output.finished:
-                del self._open[event.request_id]
+                del self._open[event.key]
                 if event.finish_reason is None:
-                    self._on_stop(event.request_id)
+                    self._on_stop(event.key)
         return outputs

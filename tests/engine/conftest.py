@@ -16,7 +16,7 @@ from tests.text.small_tokenizers import byte_level
 
 SPEC = ModelSpec(
     family="llama",
-    vocab_size=256,
+    vocab_size=264,
     hidden_size=48,
     intermediate_size=96,
     num_layers=2,

@@ -180,12 +180,12 @@ def test_nothing_compiles_once_the_engine_is_ready(engine):
     ("prompt", "sampling", "param"),
     [
         ((), LONG, "prompt"),
-        ((256,), LONG, "prompt"),
+        ((264,), LONG, "prompt"),
         ((-1,), LONG, "prompt"),
         ((1.5,), LONG, "prompt"),
         ((1,) * 700, LONG, "prompt"),
         ((1,), SamplingParams(max_tokens=700), "max_tokens"),
-        ((1,), SamplingParams(stop_token_ids=(256,)), "stop_token_ids"),
+        ((1,), SamplingParams(stop_token_ids=(264,)), "stop_token_ids"),
     ],
 )
 def test_an_impossible_request_is_refused_at_submit_and_leaves_no_trace(engine, prompt, sampling, param):

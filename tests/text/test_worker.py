@@ -21,13 +21,13 @@ class Collector:
         self.threads: set[str] = set()
         self.worker = TextWorker(TOKENIZER, self._take, self.stopped.append)
 
-    def _take(self, outputs: list[RequestOutput]) -> None:
-        self.outputs += outputs
+    def _take(self, outputs: list[tuple[str, RequestOutput]]) -> None:
+        self.outputs += [output for _, output in outputs]
         self.threads.add(threading.current_thread().name)
 
     def run(self, text: str, sampling: SamplingParams, reason: FinishReason = FinishReason.LENGTH) -> RequestOutput:
         ids = TOKENIZER.encode(text)
-        self.worker.open(Request(request_id="a", prompt_token_ids=[0], sampling=sampling))
+        self.worker.open("a", Request(request_id="client", prompt_token_ids=[0], sampling=sampling))
         for i, token in enumerate(ids):
             self.worker.put([TextEvent("a", token, reason if i == len(ids) - 1 else None)])
         self.worker.close()
@@ -81,7 +81,7 @@ def test_a_stop_string_is_not_seen_before_min_tokens():
 
 def test_half_a_character_at_the_end_is_shown_as_one_replacement_character(collector):
     ids = TOKENIZER.encode("a🦙")
-    collector.worker.open(Request(request_id="a", prompt_token_ids=[0], sampling=SamplingParams()))
+    collector.worker.open("a", Request(request_id="client", prompt_token_ids=[0], sampling=SamplingParams()))
     for i, token in enumerate(ids[:-1]):
         collector.worker.put([TextEvent("a", token, FinishReason.LENGTH if i == len(ids) - 2 else None)])
     collector.worker.close()
@@ -90,7 +90,7 @@ def test_half_a_character_at_the_end_is_shown_as_one_replacement_character(colle
 
 
 def test_an_end_without_a_token_flushes_and_keeps_the_reason(collector):
-    collector.worker.open(Request(request_id="a", prompt_token_ids=[0], sampling=SamplingParams(stop="zzz")))
+    collector.worker.open("a", Request(request_id="client", prompt_token_ids=[0], sampling=SamplingParams(stop="zzz")))
     collector.worker.put([TextEvent("a", token) for token in TOKENIZER.encode("bzz")])
     collector.worker.put([TextEvent("a", None, FinishReason.ERROR, error="broken")])
     collector.worker.put([TextEvent("a", 5), TextEvent("unknown", 5)])

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+
+from jaxcb import generate as module
+from jaxcb.config import EngineConfig
+from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
+from jaxcb.generate import generate, stream
+from jaxcb.request import FinishReason, SamplingParams
+from tests.engine.conftest import make_engine, params, tokenizer  # noqa: F401  # fixtures
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(make_engine):  # noqa: F811  # the fixture
+    return make_engine(max_num_seqs=4)
+
+
+def test_results_come_in_the_order_of_the_prompts(engine):
+    prompts = [[i, i + 1] for i in range(40)]
+    each = [SamplingParams(temperature=0, max_tokens=1 + i % 7, ignore_eos=True) for i in range(40)]
+    outputs = generate(prompts, each, engine=engine, progress=False)
+    assert [list(output.prompt_token_ids) for output in outputs] == prompts
+    assert [len(output.token_ids) for output in outputs] == [1 + i % 7 for i in range(40)]
+
+
+def test_more_prompts_than_are_handed_over_at_once(engine, monkeypatch):
+    monkeypatch.setattr(module, "_OPEN_AT_ONCE", 5)
+    outputs = generate([[i] for i in range(23)], GREEDY, engine=engine, progress=False)
+    assert [output.prompt_token_ids for output in outputs] == [[i] for i in range(23)]
+
+
+def test_one_prompt_of_each_kind(engine):
+    text = generate("the end", GREEDY, engine=engine, progress=False)
+    ids = generate(engine.tokenizer.encode("the end"), GREEDY, engine=engine, progress=False)
+    assert len(text) == len(ids) == 1 and text[0].token_ids == ids[0].token_ids
+    both = generate(["the end", engine.tokenizer.encode("the end")], GREEDY, engine=engine, progress=False)
+    assert both[0].token_ids == both[1].token_ids == text[0].token_ids
+
+
+def test_stream_pieces_concatenate_to_what_generate_returns(engine):
+    whole = generate("the end", GREEDY, engine=engine, progress=False)[0]
+    pieces = list(stream("the end", GREEDY, engine=engine, progress=False))
+    assert "".join(piece.new_text for piece in pieces) == whole.text == pieces[-1].text
+
+
+def test_leaving_a_stream_early_drops_the_request(engine):
+    for _ in stream("the end", SamplingParams(max_tokens=500, ignore_eos=True), engine=engine, progress=False):
+        break
+    generate("the end", GREEDY, engine=engine, progress=False)
+    assert engine.stats().finished["abort"] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["ok", ""], r"prompts\[1\]: the prompt has no tokens"),
+        ([[5], [999]], r"prompts\[1\]: prompt holds token id 999"),
+        ([[5], []], r"prompts\[1\]: the prompt has no tokens"),
+        ([[1] * 701], r"prompts\[0\]: the prompt has 701 tokens"),
+        (["ok", 3.5], r"prompts\[1\] must be a string"),
+        (7, "prompts must be a prompt or a list"),
+        ([[{"role": "user", "content": "hi"}]], "no chat template"),
+    ],
+)
+def test_a_bad_prompt_is_named_and_nothing_starts(engine, prompts, message):
+    with pytest.raises(RequestError, match=message):
+        generate(prompts, GREEDY, engine=engine, progress=False)
+    assert engine.stats().steps == 0
+    assert generate([], GREEDY, engine=engine, progress=False) == []
+
+
+def test_sampling_must_match_the_prompts(engine):
+    with pytest.raises(RequestError, match="2 prompts and 1 sampling"):
+        generate(["a", "b"], [GREEDY], engine=engine, progress=False)
+    with pytest.raises(ConfigError, match="either config or engine"):
+        generate("a", config=EngineConfig(), engine=engine)
+
+
+def test_a_failing_engine_raises(engine, monkeypatch):
+    monkeypatch.setattr(engine._runner, "launch", lambda plan: (_ for _ in ()).throw(RuntimeError("device lost")))
+    with pytest.raises(EngineStoppedError, match="device lost"):
+        generate(["a", "b"], GREEDY, engine=engine, progress=False)
+
+
+def test_an_interrupt_drops_what_is_open(engine, monkeypatch):
+    def interrupted(outputs):
+        next(outputs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_last", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(["a", "b"], SamplingParams(max_tokens=500, ignore_eos=True), engine=engine, progress=False)
+    monkeypatch.undo()
+    assert generate("a", GREEDY, engine=engine, progress=False)[0].finish_reason is FinishReason.LENGTH
+    assert engine.stats().finished["abort"] == 2
