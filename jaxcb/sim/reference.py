@@ -48,6 +48,7 @@ def scheduler_limits() -> SchedulerLimits:
         num_kv_pages=NUM_KV_TOKENS // PAGE_SIZE,
         page_size=PAGE_SIZE,
         num_slots=2 * MAX_NUM_SEQS,
+        enable_prefix_caching=False,
     )
 
 

@@ -1,0 +1,100 @@
+import dataclasses
+
+import pytest
+
+from jaxcb.models.spec import ModelSpec
+from jaxcb.request import Request, SamplingParams
+from jaxcb.scheduler import Scheduler
+from jaxcb.sim import GPUS, MODELS, LinearStepTime, StepLoad, StepTimeModel
+from jaxcb.sim.step_time import load_of
+from tests.sim.runs import limits
+
+# 16 GB at 4 TB/s are 4 ms; 16 GFLOP a token at 400 TFLOP/s are 0.04 ms: 100 tokens take as long as the weights.
+MODEL = StepTimeModel(
+    weight_bytes=16e9,
+    flops_per_token=16e9,
+    kv_bytes_per_token=100e3,
+    attention_flops_per_pair=0.5e6,
+    bandwidth=4e12,
+    flops=400e12,
+    overhead_s=0.5e-3,
+)
+
+
+@pytest.mark.parametrize(
+    ("load", "expected_ms"),
+    [
+        (StepLoad(1, 0, 0), 4.0 + 0.5),
+        (StepLoad(100, 0, 0), 4.0 + 0.5),
+        (StepLoad(250, 0, 0), 10.0 + 0.5),
+        (StepLoad(1, 40_000, 0), 4.0 + 1.0 + 0.5),
+        (StepLoad(1, 0, 800_000), 4.0 + 1.0 + 0.5),
+        (StepLoad(250, 80_000, 1_600_000), 10.0 + 2.0 + 2.0 + 0.5),
+    ],
+)
+def test_a_step_reads_or_computes_the_weights_and_attends(load, expected_ms):
+    assert MODEL.step_s(load) * 1e3 == pytest.approx(expected_ms, rel=1e-12)
+
+
+def test_the_linear_model_is_a_constant_and_a_slope():
+    assert LinearStepTime().step_s(StepLoad(1000, 10**6, 10**9)) == pytest.approx(27.2e-3, rel=1e-12)
+
+
+def test_the_load_of_a_step_counts_the_kv_once_a_row_and_the_pairs_under_the_causal_mask():
+    scheduler = Scheduler(limits(max_num_batched_tokens=4))
+    scheduler.add(Request(request_id="a", prompt_token_ids=[1] * 4, sampling=SamplingParams(ignore_eos=True)))
+    scheduler.commit(plan := scheduler.plan(), [0])
+    assert load_of(plan) == StepLoad(num_tokens=4, kv_tokens=4, num_pairs=1 + 2 + 3 + 4)
+    scheduler.add(Request(request_id="b", prompt_token_ids=[2] * 6, sampling=SamplingParams(ignore_eos=True)))
+    scheduler.commit(plan := scheduler.plan(), [0, 0])
+    assert load_of(plan) == StepLoad(num_tokens=4, kv_tokens=5 + 3, num_pairs=5 + (1 + 2 + 3))
+    plan = scheduler.plan()
+    assert load_of(plan) == StepLoad(num_tokens=4, kv_tokens=6 + 6, num_pairs=6 + (4 + 5 + 6))
+
+
+def test_a_model_on_a_gpu_by_hand():
+    model = StepTimeModel.of(MODELS["8b"], GPUS["h200"], overhead_s=1e-3)
+    assert model.weight_bytes == 2 * 8_029_995_008 and model.flops_per_token == 2 * 8_029_995_008
+    assert model.kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
+    assert model.attention_flops_per_pair == 4 * 32 * 32 * 128
+    assert model.bandwidth == pytest.approx(0.85 * 4.8e12) and model.flops == pytest.approx(0.6 * 989e12)
+    assert model.step_s(StepLoad(1, 0, 0)) == pytest.approx(16_059_990_016 / 4.08e12 + 1e-3)
+
+
+def test_a_7b_model_at_the_h100s_peaks_takes_four_milliseconds_to_read():
+    peak = dataclasses.replace(GPUS["h100"], bandwidth_fraction=1.0)
+    model = StepTimeModel.of(MODELS["7b"], peak, overhead_s=0.0)
+    assert model.step_s(StepLoad(1, 0, 0)) * 1e3 == pytest.approx(4.33, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocabulary", "positions", "tied"),
+    [
+        ("135m", 30, 576, 1536, 9, 3, 64, 49152, 8192, True),
+        ("0.6b", 28, 1024, 3072, 16, 8, 128, 151936, 40960, True),
+        ("1b", 16, 2048, 8192, 32, 8, 64, 128256, 131072, True),
+        ("3b", 28, 3072, 8192, 24, 8, 128, 128256, 131072, True),
+        ("7b", 32, 4096, 14336, 32, 8, 128, 32768, 32768, False),
+        ("8b", 32, 4096, 14336, 32, 8, 128, 128256, 131072, False),
+        ("32b", 64, 5120, 25600, 64, 8, 128, 151936, 40960, False),
+        ("70b", 80, 8192, 28672, 64, 8, 128, 128256, 131072, False),
+    ],
+)
+def test_a_preset_is_the_model_that_its_config_describes(
+    name, layers, hidden, ffn, heads, kv_heads, head_dim, vocabulary, positions, tied
+):
+    spec = ModelSpec(
+        family="llama",
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position=positions,
+        tie_word_embeddings=tied,
+    )
+    assert StepTimeModel.of(MODELS[name], GPUS["h200"]) == StepTimeModel.of(spec, GPUS["h200"])
+    assert MODELS[name].max_position == positions
+    assert MODELS[name].kv_bytes_per_token(2) == spec.kv_bytes_per_token(2)
