@@ -8,6 +8,7 @@ from pallas_kernels.checks import require, require_array, require_kv_pages
 from pallas_kernels.metadata import AttentionMetadata, Backend, default_backend
 from pallas_kernels.triton import ragged as triton
 from pallas_kernels.xla import ragged as xla
+from pallas_kernels.xla.work import WorkLists
 
 
 def ragged_paged_attention(
@@ -50,21 +51,30 @@ def ragged_paged_attention(
     _, page_size, num_kv_heads, head_dim = kv_pages.shape
     require_array(q, "q", (metadata.num_tokens, None, head_dim), dtypes=("float32", "bfloat16", "float16"))
     require(q.shape[1] % num_kv_heads == 0, "q", f"of a multiple of {num_kv_heads} heads", f"{q.shape[1]} heads")
-    require(metadata.backend == backend, "metadata", f"built for backend {backend}", f"one for {metadata.backend}")
+    built_for = "xla" if isinstance(metadata.work, WorkLists) else "triton"
+    require(built_for == backend, "metadata", f"built for backend {backend}", f"one for {built_for}")
     require(metadata.page_size == page_size, "metadata", f"built for pages of {page_size}", metadata.page_size)
     require(metadata.window == window, "metadata", f"built for window {window}", f"one for {metadata.window}")
     scale = head_dim**-0.5 if scale is None else scale
-    if backend == "xla":
+    if isinstance(metadata.work, WorkLists):
         return xla.ragged_paged_attention(
-            q, kv_pages, metadata, layer=layer, num_layers=num_layers, scale=scale, soft_cap=soft_cap
+            q,
+            kv_pages,
+            metadata.work,
+            layer=layer,
+            num_layers=num_layers,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
         )
     return triton.ragged_paged_attention(
         q,
         kv_pages,
-        metadata,
+        metadata.work,
         layer=layer,
         num_layers=num_layers,
         scale=scale,
+        window=window,
         soft_cap=soft_cap,
         interpret=interpret,
     )

@@ -22,31 +22,20 @@ Backend = Literal["xla", "triton"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """One step's ragged batch, cut into the work of the backend it was built for.
+    """One step's ragged batch, cut into the work of a backend.
 
     Arguments:
-        query_starts: token i of sequence s is row ``query_starts[s] + i`` of q; padding sequences hold no token.
-        context_lens: KV positions of each sequence, this step's tokens included; 0 for padding sequences.
-        block_tables: page numbers of each sequence, in the order of their positions.
-        work: the backend's work lists.
+        work: WorkLists for xla, QueryTiles for triton.
         num_tokens: T.
         page_size: positions in a page.
         window: positions that a query looks back on, itself included; None: all. The work lists skip what lies before
             the window, so layers that differ in it need one metadata each.
     """
 
-    query_starts: Int32[Array, " S_plus_1"]
-    context_lens: Int32[Array, " S"]
-    block_tables: Int32[Array, "S P"]
     work: WorkLists | QueryTiles
     num_tokens: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that reads this metadata."""
-        return "xla" if isinstance(self.work, WorkLists) else "triton"
 
 
 def default_backend() -> Backend:
@@ -71,7 +60,8 @@ def attention_metadata(
     """Describe one step's batch for :func:`pallas_kernels.ragged_paged_attention`. Call it once a step, inside jit.
 
     Arguments:
-        query_starts: first token of each sequence, and the number of tokens that aren't padding.
+        query_starts: row of q that holds each sequence's first token, and the number of tokens that aren't padding.
+            Padding sequences hold no token.
         context_lens: KV positions of each sequence, this step's tokens included; 0 for padding sequences.
         block_tables: page numbers of each sequence; what lies past its context is never read.
         num_tokens: T, padding included.
@@ -115,17 +105,10 @@ def attention_metadata(
         work = query_tiles(
             query_starts,
             context_lens,
+            block_tables,
             num_tokens=num_tokens,
             group=num_heads // num_kv_heads,
             head_dim=head_dim,
             decode_only=decode_only,
         )
-    return AttentionMetadata(
-        query_starts=query_starts,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        work=work,
-        num_tokens=num_tokens,
-        page_size=page_size,
-        window=window,
-    )
+    return AttentionMetadata(work=work, num_tokens=num_tokens, page_size=page_size, window=window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Array
 
 from jaxcb.request import FinishReason
 from jaxcb.scheduler.sequence import Sequence
@@ -18,7 +19,7 @@ class PlanRow:
     A worked example, page_size 2. Sequence a decodes, b is given a chunk of three tokens, the last of its prompt:
 
         row  token_ids      start  samples  new_pages (from first_new_page on)
-        a    [IN_FLIGHT]    7      yes      [] (position 7 lies in its fourth page, which it has)
+        a    (IN_FLIGHT,)   7      yes      () (position 7 lies in its fourth page, which it has)
         b    [11, 12, 13]   4      yes      [8, 2] (from 2 on)
     """
 
@@ -26,12 +27,12 @@ class PlanRow:
     generation: int
     """The sequence's generation when the row was planned."""
     slot: int
-    token_ids: list[int]
+    token_ids: Array[int]
     start: int
     samples: bool
     """The row reaches the sequence's last token, so the step samples the next one."""
     first_new_page: int = 0
-    new_pages: list[int] = dataclasses.field(default_factory=list)
+    new_pages: Array[int] = ()
     """Pages that the device's block table must learn, at index ``first_new_page`` and on."""
 
     @property

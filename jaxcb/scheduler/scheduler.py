@@ -51,6 +51,10 @@ class SchedulerCounters:
     preemptions: int = 0
 
 
+RUNNING, FINISHED = Status.RUNNING, Status.FINISHED  # a global is found faster than a member of an enum
+_NEXT = (IN_FLIGHT,)  # tuples of integers cost the garbage collector nothing, lists do
+
+
 class Scheduler:
     """Owns the sequences, the pages and the slots of one engine. Not thread-safe: one thread calls it."""
 
@@ -146,17 +150,24 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed before a step in flight commits."""
-        decodes = [sequence for sequence in self._running.values() if sequence.num_remaining == 1]
-        preempted = self._reserve(decodes)
-        step, budget = self._next_step, self.limits.max_num_batched_tokens
-        rows: list[PlanRow] = []
-        for sequence in decodes:
-            if budget and sequence.status is Status.RUNNING and (row := self._decode(sequence, step)):
-                rows.append(row)
-                budget -= 1
-        num_decodes = len(rows)
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
         for sequence in self._running.values():
-            if budget and sequence.num_remaining > 1:
+            remaining = sequence.num_predicted - sequence.num_scheduled
+            if remaining > 1:
+                prompts.append(sequence)
+            elif remaining and sequence.num_predicted < sequence.max_total_tokens:
+                decodes.append(sequence)
+        preempted = self._reserve(decodes)
+        if preempted:
+            decodes = [sequence for sequence in decodes if sequence.status is RUNNING]
+            prompts = [sequence for sequence in prompts if sequence.status is RUNNING]
+        step, budget = self._next_step, self.limits.max_num_batched_tokens
+        rows = self._decode(decodes, budget, step)
+        num_decodes = len(rows)
+        budget -= num_decodes
+        for sequence in prompts:
+            if budget:
                 rows.append(self._chunk(sequence, budget, step))
                 budget -= rows[-1].num_tokens
         while budget and not preempted and (row := self._admit(budget, step)):
@@ -173,16 +184,23 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} commits after step {self._last_committed}: steps commit in order")
         self._last_committed = plan.step
         events: list[TokenEvent] = []
+        size, caching = self.limits.page_size, self.cache.enabled
         for row, token_id in zip(plan.rows, sampled, strict=True):
             sequence = row.sequence
-            if sequence.status is Status.FINISHED:
+            if sequence.status is FINISHED:
                 continue  # it ended while this step ran: the token is discarded
             if row.generation == sequence.generation:
-                sequence.num_computed = row.context_len
-                self._register_pages(sequence)
+                computed = sequence.num_computed = row.start + len(row.token_ids)
+                if caching and computed >= (sequence.num_registered_pages + 1) * size:
+                    self._register_pages(sequence)
             if row.samples:
-                sequence.num_in_flight -= 1
-                events.append(self._append(sequence, int(token_id)))
+                token_ids = sequence.token_ids
+                token_ids.append(token_id)
+                event = TokenEvent(sequence, token_id)
+                events.append(event)
+                if token_id in sequence.end_ids or len(token_ids) >= sequence.max_total_tokens:
+                    self._end(event)
+        self.counters.generated_tokens += len(events)
         for pages, slot in self._deferred.pop(plan.step, ()):
             self._num_deferred_pages -= len(pages)
             self._free(pages, slot)
@@ -221,22 +239,36 @@ class Scheduler:
         """
         preempted = False
         while True:
-            needed = sum(self._needs_page(sequence) for sequence in decodes if sequence.status is Status.RUNNING)
+            needed = 0
+            for sequence in decodes:
+                if sequence.num_scheduled == sequence.capacity and sequence.status is RUNNING:
+                    needed += 1
             if needed <= self.pool.num_free + self._num_deferred_pages:
                 return preempted
             self._preempt(next(reversed(self._running.values())))
             preempted = True
 
-    def _needs_page(self, sequence: Sequence) -> bool:
-        return sequence.num_scheduled == len(sequence.pages) * self.limits.page_size
+    def _decode(self, decodes: list[Sequence], budget: int, step: int) -> list[PlanRow]:
+        """A row of one token for each. One that needs a page is left out while none is free.
 
-    def _decode(self, sequence: Sequence, step: int) -> PlanRow | None:
-        new_pages: list[int] = []
-        if self._needs_page(sequence):
-            if not self.pool.num_free:
-                return None
-            new_pages = self.pool.allocate(1)
-        return self._row(sequence, 1, step, new_pages)
+        This runs for every token that is generated: no call, no property, no allocation but the row.
+        """
+        rows: list[PlanRow] = []
+        for sequence in decodes:
+            if len(rows) == budget:
+                break
+            start = sequence.num_scheduled
+            if start == sequence.capacity:
+                if self.pool.num_free:
+                    rows.append(self._row(sequence, 1, step, self.pool.allocate(1)))
+                continue
+            token_ids = sequence.token_ids
+            tokens = (token_ids[start],) if start < len(token_ids) else _NEXT
+            rows.append(PlanRow(sequence, sequence.generation, sequence.slot, tokens, start, True, 0, ()))
+            sequence.num_scheduled = start + 1
+            sequence.num_predicted += 1
+            sequence.last_step = step
+        return rows
 
     def _chunk(self, sequence: Sequence, budget: int, step: int) -> PlanRow:
         """A started prompt's next chunk. Its pages were taken at admission."""
@@ -260,6 +292,7 @@ class Scheduler:
         for page in cached:
             self.pool.retain(page)
         sequence.pages = list(cached)
+        sequence.capacity = len(cached) * self.limits.page_size
         sequence.slot = self._free_slots.pop()
         sequence.status = Status.RUNNING
         sequence.num_computed = sequence.num_scheduled = len(cached) * self.limits.page_size
@@ -290,8 +323,9 @@ class Scheduler:
             new_pages=new_pages,
         )
         sequence.pages += new_pages
+        sequence.capacity += len(new_pages) * self.limits.page_size
         sequence.num_scheduled += num_tokens
-        sequence.num_in_flight += row.samples
+        sequence.num_predicted += row.samples
         sequence.last_step = step
         return row
 
@@ -301,11 +335,10 @@ class Scheduler:
         own = frozenset(sampling.stop_token_ids)
         return own if sampling.ignore_eos else own | self._eos_ids
 
-    def _append(self, sequence: Sequence, token_id: int) -> TokenEvent:
-        sequence.token_ids.append(token_id)
-        self.counters.generated_tokens += 1
+    def _end(self, event: TokenEvent) -> None:
+        """The token is an end token, or the last that fits."""
+        sequence, token_id = event.sequence, event.token_id
         sampling = sequence.request.sampling
-        event = TokenEvent(sequence, token_id)
         if token_id in sequence.end_ids and sequence.num_generated > sampling.min_tokens:
             event.finish_reason = FinishReason.STOP
             event.stop_id = token_id if token_id in sampling.stop_token_ids else None
@@ -313,7 +346,6 @@ class Scheduler:
             event.finish_reason = FinishReason.LENGTH
         if event.finish_reason is not None:
             self._retire(sequence, event.finish_reason)
-        return event
 
     def _register_pages(self, sequence: Sequence) -> None:
         """Make the pages that are full and computed known to the prefix cache."""
@@ -345,7 +377,7 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         """Free pages and slot, or leave it to the commit of the last step that names them."""
         pages, slot = sequence.pages, sequence.slot
-        sequence.pages, sequence.slot = [], -1
+        sequence.pages, sequence.slot, sequence.capacity = [], -1, 0
         sequence.generation += 1
         sequence.num_scheduled = sequence.num_computed = sequence.num_registered_pages = 0
         sequence.prefix_node = ROOT

@@ -35,10 +35,10 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
 
+    num_predicted: int = 0
+    """Committed tokens and those that steps in flight will add: it grows when a step is planned that samples."""
     num_scheduled: int = 0
     num_computed: int = 0
-    num_in_flight: int = 0
-    """Tokens that steps in flight will sample for this sequence."""
     last_step: int = -1
     """Number of the last step whose plan names this sequence."""
     generation: int = 0
@@ -47,6 +47,8 @@ class Sequence:
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     """The block table: page of positions [i * page_size, (i + 1) * page_size) at index i."""
+    capacity: int = 0
+    """Positions that ``pages`` hold: len(pages) * page_size."""
     num_registered_pages: int = 0
     prefix_node: int = ROOT
 
@@ -56,18 +58,12 @@ class Sequence:
     admitted_once: bool = False
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
-
-    @property
-    def num_predicted(self) -> int:
-        """Committed tokens and those that steps in flight will add."""
-        return len(self.token_ids) + self.num_in_flight
+        self.num_prompt_tokens = self.num_predicted = len(self.token_ids)
 
     @property
     def num_remaining(self) -> int:
         """Positions that wait for their KV: 1 for a decode, more for a prompt, 0 if the last token is in flight."""
-        predicted = self.num_predicted
-        return 0 if predicted >= self.max_total_tokens else predicted - self.num_scheduled
+        return 0 if self.num_predicted >= self.max_total_tokens else self.num_predicted - self.num_scheduled
 
     @property
     def num_generated(self) -> int:

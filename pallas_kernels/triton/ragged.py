@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.triton.tiles import QueryTiles
 
 MASKED = -1e30
 """Score of a position that a query may not see. Finite: a row with nothing to see has no NaN."""
@@ -26,17 +26,17 @@ LOG2_E = math.log2(math.e)
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
     kv_pages: Shaped[Array, "F page_size K D"],
-    metadata: AttentionMetadata,
+    tiles: QueryTiles,
     *,
     layer: int | Int32[Array, ""],
     num_layers: int,
     scale: float,
+    window: int | None,
     soft_cap: float | None,
     interpret: bool,
 ) -> Float[Array, "T H D"]:
     """:func:`pallas_kernels.ragged_paged_attention`, arguments already checked."""
     _, page_size, num_kv_heads, head_dim = kv_pages.shape
-    tiles = metadata.work
     kernel = functools.partial(
         _kernel,
         group=q.shape[1] // num_kv_heads,
@@ -46,7 +46,7 @@ def ragged_paged_attention(
         head_dim=head_dim,
         num_layers=num_layers,
         scale=scale,
-        window=metadata.window,
+        window=window,
         soft_cap=soft_cap,
     )
     return pl.pallas_call(
@@ -60,7 +60,7 @@ def ragged_paged_attention(
     )(
         q,
         kv_pages,
-        metadata.block_tables,
+        tiles.block_tables,
         tiles.starts,
         tiles.contexts,
         tiles.sequence,
@@ -103,9 +103,15 @@ def _kernel(
         feature = jnp.arange(pl.next_power_of_2(head_dim))
         in_head = feature < head_dim
         in_tile = ((row < rows // group * group) & (token < num_queries))[:, None] & in_head[None, :]
-        # Masked columns lie past the array: interpret mode writes masked elements back, onto their neighbours if inside.
+        # No two rows share an index, masked ones included: interpret mode writes masked elements back as they were.
         q_index = ((start + token)[:, None], (kv_head * group + row % group)[:, None], feature[None, :])
         dtype = jnp.promote_types(q_ref.dtype, kv_ref.dtype)
+        dot = functools.partial(
+            lax.dot_general,
+            # The default would round float32 to TF32's 10 bits.
+            precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
         q = plgpu.load(q_ref.at[q_index], mask=in_tile, other=0.0).astype(dtype)
         query_position = context - num_queries + token
         oldest = context - num_queries + first
@@ -123,7 +129,7 @@ def _kernel(
             page = plgpu.load(tables_ref.at[sequence, position // page_size], mask=real, other=0)
             keys_page = page * (2 * num_layers) + 2 * layer_ref[0]
             keys = load(keys_page, position % page_size, real)
-            scores = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            scores = dot(q, keys, (((1,), (1,)), ((), ())))
             if soft_cap is None:
                 scores *= scale * LOG2_E
             else:
@@ -137,9 +143,7 @@ def _kernel(
             # A row that has seen nothing yet weighs masked positions with 1; `keep` is 0 once it sees something.
             weights = jnp.exp2(scores - new_peak[:, None])
             values = load(keys_page + 1, position % page_size, real)
-            summed = lax.dot_general(
-                weights.astype(values.dtype), values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
+            summed = dot(weights.astype(dtype), values, (((1,), (0,)), ((), ())))
             return weighted * keep[:, None] + summed, new_peak, total * keep + weights.sum(axis=1)
 
         carry = (

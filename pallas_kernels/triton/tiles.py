@@ -38,7 +38,7 @@ class TileShape(NamedTuple):
 CHUNK_TILES = {
     # 64 rows are one wgmma of Hopper, 16 a warp; compiled for H200: 168 registers, 80 KiB of shared memory at 128.
     128: TileShape(rows=64, block=64, num_warps=4, num_stages=2),
-    # With a block of 64 an L4 is asked for 106,496 bytes of shared memory; it has 101,376.
+    # With a block of 64 an L4 is asked for 106,496 bytes of shared memory; it has 101,376 (for float32 still too few).
     256: TileShape(rows=64, block=32, num_warps=4, num_stages=2),
 }
 """Tiles of steps with chunks, by the largest head size that they serve."""
@@ -62,6 +62,7 @@ class QueryTiles:
         first: the tile's first token, counted inside its sequence.
         starts: query starts of the sequences and of the padding, and T.
         contexts: context lengths of the sequences and, 0, of the padding.
+        block_tables: page numbers of the sequences.
         shape: the kernel's tile.
     """
 
@@ -69,6 +70,7 @@ class QueryTiles:
     first: Int32[Array, " M"]
     starts: Int32[Array, " S_plus_2"]
     contexts: Int32[Array, " S_plus_1"]
+    block_tables: Int32[Array, "S P"]
     shape: TileShape = dataclasses.field(metadata={"static": True})
 
 
@@ -85,6 +87,7 @@ def tile_shape(head_dim: int, group: int, *, decode_only: bool) -> TileShape:
 def query_tiles(
     query_starts: Int32[Array, " S_plus_1"],
     context_lens: Int32[Array, " S"],
+    block_tables: Int32[Array, "S P"],
     *,
     num_tokens: int,
     group: int,
@@ -106,5 +109,6 @@ def query_tiles(
         first=(tile - (ends - counts).at[sequence].get(mode="clip")) * tokens,
         starts=starts,
         contexts=jnp.append(context_lens, jnp.int32(0)),
+        block_tables=block_tables,
         shape=shape,
     )

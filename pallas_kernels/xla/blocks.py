@@ -1,4 +1,4 @@
-"""Reading blocks of one layer's keys and values out of the pool, and the softmax parts that decodes and chunks share."""
+"""Reading blocks of a layer's keys and values out of the pool, and softmax parts that decodes and chunks share."""
 
 from __future__ import annotations
 

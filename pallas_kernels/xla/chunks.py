@@ -1,4 +1,4 @@
-"""Attention of sequences with more than one query token: tiles of tokens by blocks of positions, bounded by causality."""
+"""Attention of sequences with several query tokens: tiles of tokens by blocks of positions, bounded by causality."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.metadata import AttentionMetadata
 from pallas_kernels.xla.blocks import MASKED, LayerKV, capped, normalised
-from pallas_kernels.xla.work import BLOCK, ChunkTiles, chunk_rows
+from pallas_kernels.xla.work import BLOCK, ChunkTiles, WorkLists, chunk_rows
 
 
 def attend_chunks(
-    q: Float[Array, "T H D"], kv: LayerKV, metadata: AttentionMetadata, tiles: ChunkTiles, *, soft_cap: float | None
+    q: Float[Array, "T H D"],
+    kv: LayerKV,
+    work: WorkLists,
+    tiles: ChunkTiles,
+    *,
+    window: int | None,
+    soft_cap: float | None,
 ) -> Float[Array, "T H D"]:
     """Attention of the (scaled) query tokens of chunks; 0 for the tokens of decodes and for padding."""
     num_tokens, num_heads, head_dim = q.shape
@@ -21,15 +26,12 @@ def attend_chunks(
     token_of_row = jnp.arange(by_head[1], dtype=jnp.int32) * kv.num_heads // num_heads
     token = jnp.arange(rows, dtype=jnp.int32)
     padded_q = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))  # the last tile's slice isn't clamped
-    blocks = metadata.work.pages.shape[0] // metadata.context_lens.shape[0]
+    blocks = work.pages.shape[0] // work.decodes.token_of.shape[0]
 
     def attend_tile(i, out):
-        sequence = tiles.sequence[i]
-        start = metadata.query_starts[sequence] + tiles.first[i]
-        end = metadata.query_starts[sequence + 1]
-        context = metadata.context_lens[sequence]
+        sequence, start, end, context = (x[i] for x in tiles[:4])
         first_position = context - (end - start)
-        oldest = 0 if metadata.window is None else jnp.maximum(first_position - metadata.window + 1, 0)
+        oldest = 0 if window is None else jnp.maximum(first_position - window + 1, 0)
         tile_q = lax.dynamic_slice_in_dim(padded_q, start, rows)
         tile_q = tile_q.reshape(rows, kv.num_heads, -1, head_dim).swapaxes(0, 1).reshape(*by_head, head_dim)
         query_position = first_position + token_of_row[:, None]
@@ -37,14 +39,14 @@ def attend_chunks(
         def attend_block(j, carry):
             weighted, peak, total = carry
             position = j * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-            pages = metadata.work.pages[sequence * blocks + j]
+            pages = work.pages[sequence * blocks + j]
             keys, values = (
                 x.reshape(BLOCK, kv.num_heads, head_dim).swapaxes(0, 1)
                 for x in kv.read(pages, (position >= oldest) & (position < context))
             )
             seen = position <= query_position
-            if metadata.window is not None:
-                seen &= position > query_position - metadata.window
+            if window is not None:
+                seen &= position > query_position - window
             scores = jnp.einsum("krd,kbd->krb", tile_q, keys, preferred_element_type=jnp.float32)
             scores = jnp.where(seen, capped(scores, soft_cap), MASKED)
             new_peak = jnp.maximum(peak, scores.max(-1))
@@ -68,4 +70,4 @@ def attend_chunks(
         return lax.dynamic_update_slice_in_dim(out, tile_out, start, 0)
 
     out = jnp.zeros((num_tokens + rows, num_heads, head_dim), jnp.float32)
-    return lax.fori_loop(0, tiles.count, attend_tile, out)[:num_tokens]
+    return lax.fori_loop(0, tiles.num_tiles, attend_tile, out)[:num_tokens]

@@ -14,15 +14,17 @@ from pallas_kernels.xla.blocks import MASKED, LayerKV, capped, normalised
 from pallas_kernels.xla.work import BLOCK, MAX_GROUP, WorkLists
 
 GROUP_BYTES = 2**20
-"""Most bytes of keys that an iteration gathers: they should still be in the cores' caches when the product reads them."""
+"""Most bytes of keys that an iteration gathers: they should still be cached when the product reads them."""
 BLOCK_DIAGONAL_HEADS = 4
 """Most KV heads for which multiplying by the zeros of a block-diagonal q costs less than transposing K and V."""
+PRODUCT_COLUMNS = 16
+"""XLA's CPU products are fast in steps of this many columns."""
 
 
 def attend_decodes(
     q: Float[Array, "S H D"], kv: LayerKV, work: WorkLists, *, soft_cap: float | None
 ) -> Float[Array, "S H D"]:
-    """Attention of one (scaled) query token for each sequence; 0 for sequences that aren't decodes."""
+    """Attention of one (scaled) query token for each sequence; anything finite for sequences that aren't decodes."""
     items = work.decodes
     num_seqs, num_heads, head_dim = q.shape
     group = _group_size(num_seqs, BLOCK * kv.num_heads * head_dim * kv.dtype.itemsize)
@@ -61,9 +63,8 @@ def attend_decodes(
         jnp.full((ranks, num_heads), MASKED, jnp.float32),
         jnp.zeros((ranks, num_heads), jnp.float32),
     )
-    weighted, _, total = lax.fori_loop(0, (items.count + group - 1) // group, attend_group, carry)
-    out = normalised(weighted, total)[items.rank_of]
-    return jnp.where(items.is_decode[:, None, None], out, 0)
+    weighted, _, total = lax.fori_loop(0, (items.num_items + group - 1) // group, attend_group, carry)
+    return normalised(weighted, total)[items.rank_of]
 
 
 def _group_size(num_seqs: int, block_bytes: int) -> int:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels.metadata import AttentionMetadata
 from pallas_kernels.xla.blocks import LayerKV
 from pallas_kernels.xla.chunks import attend_chunks
 from pallas_kernels.xla.decode import attend_decodes
+from pallas_kernels.xla.work import WorkLists
 
 
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
     kv_pages: Shaped[Array, "F page_size K D"],
-    metadata: AttentionMetadata,
+    work: WorkLists,
     *,
     layer: int | Int32[Array, ""],
     num_layers: int,
     scale: float,
+    window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "T H D"]:
     """:func:`pallas_kernels.ragged_paged_attention`, arguments already checked."""
@@ -26,11 +27,10 @@ def ragged_paged_attention(
     dtype = jnp.promote_types(q.dtype, stored)
     kv = LayerKV(pages=kv_pages, layer=layer, num_layers=num_layers, dtype=dtype)
     scaled = (q.astype(jnp.float32) * scale).astype(dtype)
-    work = metadata.work
+    token = work.decodes.token_of
     if work.chunks is None:
-        return attend_decodes(scaled, kv, work, soft_cap=soft_cap).astype(q.dtype)
-    out = attend_chunks(scaled, kv, metadata, work.chunks, soft_cap=soft_cap)
-    token = metadata.query_starts[:-1]
+        decoded = attend_decodes(scaled, kv, work, soft_cap=soft_cap)
+        return jnp.where((token < q.shape[0])[:, None, None], decoded, 0).astype(q.dtype)
+    out = attend_chunks(scaled, kv, work, work.chunks, window=window, soft_cap=soft_cap)
     decoded = attend_decodes(scaled.at[token].get(mode="clip"), kv, work, soft_cap=soft_cap)
-    token = jnp.where(work.decodes.is_decode, token, q.shape[0])  # out of bounds: dropped
     return out.at[token].set(decoded, mode="drop").astype(q.dtype)

@@ -5,7 +5,7 @@ Five tokens: sequence 0 decodes at context 300, sequence 1 prefills the last fou
     query_starts   0 1 5
     context_lens   300 20
     decode items   (sequence, block): (0, 0) (0, 1) (0, 2)      44 positions of the last block are real
-    chunk tiles    (sequence, first token in the chunk): (1, 0)
+    chunk tiles    (sequence, start, end, context): (1, 1, 5, 20)
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ MAX_GROUP = 8
 
 
 class DecodeItems(NamedTuple):
-    """Blocks of the sequences that have one query token, sequence after sequence; M entries, ``count`` of them real.
+    """Blocks of the sequences that have one query token, sequence after sequence; M entries, ``num_items`` of them
+    real.
 
-    An entry past ``count`` holds no position and has a rank of its own, S.
+    An entry past them holds no position and has a rank of its own, S.
 
     Arguments:
         sequence: whose block it is.
@@ -36,9 +37,9 @@ class DecodeItems(NamedTuple):
             items touches as many neighbouring ranks at most.
         begin: first position of the block inside the window.
         end: first position of the block past the context.
-        count: real entries.
+        num_items: real entries.
         rank_of: rank of each sequence; of no use for those without items.
-        is_decode: which sequences have items.
+        token_of: query token of each sequence; T for those without items.
     """
 
     sequence: Int32[Array, " M"]
@@ -46,23 +47,27 @@ class DecodeItems(NamedTuple):
     rank: Int32[Array, " M"]
     begin: Int32[Array, " M"]
     end: Int32[Array, " M"]
-    count: Int32[Array, ""]
+    num_items: Int32[Array, ""]
     rank_of: Int32[Array, " S"]
-    is_decode: Bool[Array, " S"]
+    token_of: Int32[Array, " S"]
 
 
 class ChunkTiles(NamedTuple):
-    """Tiles of query tokens of the sequences that have more than one; M entries, ``count`` of them real.
+    """Tiles of query tokens of the sequences that have more than one; M entries, ``num_tiles`` of them real.
 
     Arguments:
         sequence: whose tokens they are.
-        first: the tile's first token, counted inside the sequence's chunk.
-        count: real entries.
+        start: row of q that holds the tile's first token.
+        end: row of q past the sequence's last token.
+        context: the sequence's KV positions; its last token sees all of them.
+        num_tiles: real entries.
     """
 
     sequence: Int32[Array, " M"]
-    first: Int32[Array, " M"]
-    count: Int32[Array, ""]
+    start: Int32[Array, " M"]
+    end: Int32[Array, " M"]
+    context: Int32[Array, " M"]
+    num_tiles: Int32[Array, ""]
 
 
 class WorkLists(NamedTuple):
@@ -95,24 +100,29 @@ def work_lists(
     decode_only: bool,
 ) -> WorkLists:
     """Cut a step into decode items and chunk tiles."""
-    query_lens = query_starts[1:] - query_starts[:-1]
     per_block = BLOCK // page_size
     pages = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % per_block))).reshape(-1, per_block)
-    is_decode = context_lens > 0 if decode_only else query_lens == 1
+    blocks = pages.shape[0] // context_lens.shape[0]
+    if decode_only:
+        token_of = jnp.where(context_lens > 0, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
+        return WorkLists(
+            pages=pages, decodes=_decode_items(token_of, num_tokens, context_lens, blocks, window), chunks=None
+        )
+    token_of = jnp.where(query_starts[1:] - query_starts[:-1] == 1, query_starts[:-1], num_tokens)
     return WorkLists(
         pages=pages,
-        decodes=_decode_items(is_decode, context_lens, pages.shape[0] // context_lens.shape[0], window),
-        chunks=None if decode_only else _chunk_tiles(query_lens, num_tokens),
+        decodes=_decode_items(token_of, num_tokens, context_lens, blocks, window),
+        chunks=_chunk_tiles(query_starts, context_lens, num_tokens),
     )
 
 
 def _decode_items(
-    is_decode: Bool[Array, " S"], context_lens: Int32[Array, " S"], blocks: int, window: int | None
+    token_of: Int32[Array, " S"], num_tokens: int, context_lens: Int32[Array, " S"], blocks: int, window: int | None
 ) -> DecodeItems:
     num_seqs = context_lens.shape[0]
     oldest = jnp.zeros_like(context_lens) if window is None else jnp.maximum(context_lens - window, 0)
-    counts = jnp.where(is_decode, -(-context_lens // BLOCK) - oldest // BLOCK, 0)
-    sequence, number, real = _enumerate(counts, num_seqs * blocks + MAX_GROUP)
+    counts = jnp.where(token_of < num_tokens, -(-context_lens // BLOCK) - oldest // BLOCK, 0)
+    sequence, number, real = _enumerate(counts, most=blocks, size=num_seqs * blocks + MAX_GROUP)
     block = oldest[sequence] // BLOCK + number
     rank_of = jnp.cumsum(counts > 0, dtype=jnp.int32) - 1
     return DecodeItems(
@@ -121,28 +131,39 @@ def _decode_items(
         rank=jnp.where(real, rank_of[sequence], num_seqs),
         begin=oldest[sequence] - block * BLOCK,
         end=jnp.where(real, context_lens[sequence] - block * BLOCK, 0),
-        count=jnp.sum(counts),
+        num_items=jnp.sum(counts),
         rank_of=rank_of,
-        is_decode=is_decode,
+        token_of=token_of,
     )
 
 
-def _chunk_tiles(query_lens: Int32[Array, " S"], num_tokens: int) -> ChunkTiles:
+def _chunk_tiles(
+    query_starts: Int32[Array, " S_plus_1"], context_lens: Int32[Array, " S"], num_tokens: int
+) -> ChunkTiles:
     rows = chunk_rows(num_tokens)
-    counts = jnp.where(query_lens > 1, -(-query_lens // rows), 0)
-    sequence, number, _ = _enumerate(counts, num_tokens // rows + query_lens.shape[0])
-    return ChunkTiles(sequence=sequence, first=number * rows, count=jnp.sum(counts))
+    starts, ends = query_starts[:-1], query_starts[1:]
+    counts = jnp.where(ends - starts > 1, -(-(ends - starts) // rows), 0)
+    most = -(-num_tokens // rows)
+    sequence, number, _ = _enumerate(counts, most=most, size=most + starts.shape[0])
+    return ChunkTiles(
+        sequence=sequence,
+        start=starts[sequence] + number * rows,
+        end=ends[sequence],
+        context=context_lens[sequence],
+        num_tiles=jnp.sum(counts),
+    )
 
 
 def _enumerate(
-    counts: Int32[Array, " S"], size: int
+    counts: Int32[Array, " S"], *, most: int, size: int
 ) -> tuple[Int32[Array, " size"], Int32[Array, " size"], Bool[Array, " size"]]:
-    """List ``counts[s]`` things of each s: owner, number inside the owner, and whether the entry is real.
+    """List ``counts[s] <= most`` things of each s: owner, number inside the owner, and whether the entry is real.
 
-    counts 2 0 1, size 4  ->  owner 0 0 2 2, number 0 1 0 1, real 1 1 1 0
+    counts 2 0 1, size 5  ->  owner 0 0 2 0 0, number 0 1 0 0 0, real 1 1 1 0 0
     """
-    ends = jnp.cumsum(counts)
-    entry = jnp.arange(size, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, entry, side="right", method="scan_unrolled").astype(jnp.int32)
-    owner = jnp.minimum(owner, counts.shape[0] - 1)
-    return owner, entry - (ends - counts)[owner], entry < ends[-1]
+    number = jnp.arange(most, dtype=jnp.int32)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    place = jnp.where(number < counts[:, None], (ends - counts)[:, None] + number, size)  # size: dropped
+    thing = jnp.arange(counts.shape[0] * most, dtype=jnp.int32)
+    listed = jnp.zeros(size, jnp.int32).at[place.reshape(-1)].set(thing, mode="drop")
+    return listed // most, listed % most, jnp.arange(size, dtype=jnp.int32) < ends[-1]

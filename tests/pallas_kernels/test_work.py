@@ -27,10 +27,10 @@ def lists(*, window=None, decode_only=False, contexts=CONTEXTS, queries=QUERIES,
     )
 
 
-def decode_items(work, num_seqs=len(CONTEXTS)):
+def decode_items(work):
     """The real items as (sequence, block in the sequence, begin, end, rank)."""
-    items, blocks = work.decodes, work.pages.shape[0] // num_seqs
-    rows = zip(*(np.asarray(x)[: int(items.count)].tolist() for x in items[:5]), strict=True)
+    items, blocks = work.decodes, work.pages.shape[0] // len(CONTEXTS)
+    rows = zip(*(np.asarray(x)[: int(items.num_items)].tolist() for x in items[:5]), strict=True)
     return [(s, block - s * blocks, begin, min(end, BLOCK), rank) for s, block, rank, begin, end in rows]
 
 
@@ -58,7 +58,7 @@ def test_in_a_step_of_decodes_every_context_has_items():
 
 def test_padding_items_hold_no_position_and_a_rank_of_their_own():
     items = lists().decodes
-    count = int(items.count)
+    count = int(items.num_items)
     assert not np.asarray(items.end)[count:].any()
     assert (np.asarray(items.rank)[count:] == len(CONTEXTS)).all()
 
@@ -73,9 +73,11 @@ def test_blocks_hold_the_pages_of_their_positions(page_size):
 
 def test_chunk_tiles_cover_the_tokens_of_longer_queries():
     tiles = lists().chunks
-    count = int(tiles.count)
+    count = int(tiles.num_tiles)
     assert np.asarray(tiles.sequence)[:count].tolist() == [2, 5, 5]
-    assert np.asarray(tiles.first)[:count].tolist() == [0, 0, CHUNK_ROWS]
+    assert np.asarray(tiles.start)[:count].tolist() == [1, 7, 7 + CHUNK_ROWS]
+    assert np.asarray(tiles.end)[:count].tolist() == [5, 107, 107]
+    assert np.asarray(tiles.context)[:count].tolist() == [20, 129, 129]
 
 
 def test_query_tiles_cover_every_token_once_padding_included():
@@ -85,6 +87,7 @@ def test_query_tiles_cover_every_token_once_padding_included():
         tiles = query_tiles(
             jnp.asarray(starts),
             jnp.ones(len(queries), jnp.int32),
+            jnp.zeros((len(queries), 1), jnp.int32),
             num_tokens=num_tokens,
             group=3,
             head_dim=64,

@@ -38,7 +38,7 @@ def test_running_ahead_feeds_the_token_that_is_still_on_the_device():
     d.add("a", prompt(4), FREE_RUN)
     first, second = d.step(), d.scheduler.plan()
     assert first.rows[0].token_ids == prompt(4)
-    assert second.rows[0].token_ids == [IN_FLIGHT] and second.rows[0].start == 4
+    assert second.rows[0].token_ids == (IN_FLIGHT,) and second.rows[0].start == 4
 
 
 def test_no_step_is_planned_for_a_sequence_whose_last_token_is_in_flight():
