@@ -83,6 +83,14 @@ class Layer(nnx.Module):
         self.down = Linear(F, E, dtype, rngs, bias=spec.mlp_bias)
 
 
+def _call(linear: Linear, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+    return linear(x)  # a plain function: jax would print a whole module to name a branch
+
+
+def _scale(norm: RMSNorm) -> Float[Array, "N"]:
+    return norm.scale[...]
+
+
 class RolledLayer:
     """The layer whose number is known only when the program runs.
 
@@ -102,12 +110,12 @@ class RolledLayer:
         self.down = self._linear("down")
 
     def _linear(self, name: str) -> Callable[[Array], Array]:
-        modules = [getattr(layer, name) for layer in self._layers]
-        return lambda x: lax.switch(self._index, modules, x)
+        branches = [functools.partial(_call, getattr(layer, name)) for layer in self._layers]
+        return lambda x: lax.switch(self._index, branches, x)
 
     def _norm(self, name: str) -> Callable[[Array], Array]:
         norms: list[RMSNorm] = [getattr(layer, name) for layer in self._layers]
-        scale = lax.switch(self._index, [functools.partial(lambda norm: norm.scale[...], norm) for norm in norms])
+        scale = lax.switch(self._index, [functools.partial(_scale, norm) for norm in norms])
         return lambda x: rms_norm(x, scale, norms[0].eps)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Sequence
 
 from jaxcb.config import EngineConfig
@@ -27,8 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(config: EngineConfig, options: ServeOptions) -> int:
     """The socket comes first: a port in use is known at once, not after minutes of loading."""
     from jaxcb.serve import server
+    from jaxcb.text import chat
 
     sock = server.bind(options.host, options.port)
+    threading.Thread(target=chat.preload, name="jaxcb-preload", daemon=True).start()
     # jax takes seconds to import: not for --help, and not before the port is known to be free
     from jaxcb.engine import Engine
     from jaxcb.serve.app import make_app

@@ -45,6 +45,11 @@ def render(
     return rendered[0]
 
 
+def preload() -> None:
+    """Import the renderer: for a thread beside the loading of the model, so that no request waits for it."""
+    _renderer()
+
+
 def warm_up(template: str) -> None:
     """Import the renderer and compile ``template``. A template with a syntax error is reported by the first request."""
     try:

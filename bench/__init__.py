@@ -1,0 +1,5 @@
+"""Measures the engine: over HTTP beside other servers, and in process bucket by bucket.
+
+Each command is a module (``python -m bench.NAME --help``; the table is in bench/README.md). Nothing here is imported by
+jaxcb, and no number is printed without the machine and the versions that it was measured on.
+"""
