@@ -41,13 +41,14 @@ def ragged_paged_attention(
         _kernel,
         group=q.shape[1] // num_kv_heads,
         rows=tiles.shape.rows,
-        block=max(16, tiles.shape.block * 2 // kv_pages.dtype.itemsize),
+        block=tiles.shape.block if kv_pages.dtype.itemsize == 2 else tiles.shape.float32_block,
         page_size=page_size,
         head_dim=head_dim,
         num_layers=num_layers,
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        precision=lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
     )
     return pl.pallas_call(
         kernel,
@@ -89,8 +90,13 @@ def _kernel(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    precision: lax.Precision | lax.DotAlgorithmPreset,
 ) -> None:
-    """One query tile and one KV head. Arrays in here have power-of-two sizes, so some rows and columns are masked."""
+    """One query tile and one KV head. Arrays in here have power-of-two sizes, so some rows and columns are masked.
+
+    ``precision`` is that of float32 products: by default they would round their inputs to TF32's 10 bits, and as plain
+    float32 they run without tensor cores and spill; three TF32 products come close to float32.
+    """
     tile, kv_head = pl.program_id(0), pl.program_id(1)
     sequence = sequence_ref[tile]
 
@@ -108,8 +114,7 @@ def _kernel(
         dtype = jnp.promote_types(q_ref.dtype, kv_ref.dtype)
         dot = functools.partial(
             lax.dot_general,
-            # The default would round float32 to TF32's 10 bits.
-            precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if dtype == jnp.float32 else None,
+            precision=precision if dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
         q = plgpu.load(q_ref.at[q_index], mask=in_tile, other=0.0).astype(dtype)

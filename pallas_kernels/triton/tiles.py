@@ -24,30 +24,33 @@ class TileShape(NamedTuple):
 
     Arguments:
         rows: token x head rows of a query tile; a power of two from 16, the least that a tensor core takes.
-        block: KV positions of one product, for pages of 2-byte elements; 4-byte ones take half.
+        block: KV positions of one product, for pages of 2-byte elements.
+        float32_block: the same for float32 pages.
         num_warps: warps of a program.
         num_stages: KV blocks in flight.
     """
 
     rows: int
     block: int
+    float32_block: int
     num_warps: int
     num_stages: int
 
 
 CHUNK_TILES = {
-    # 64 rows are one wgmma of Hopper, 16 a warp; compiled for H200: 168 registers, 80 KiB of shared memory at 128.
-    128: TileShape(rows=64, block=64, num_warps=4, num_stages=2),
-    # With a block of 64 an L4 is asked for 106,496 bytes of shared memory; it has 101,376 (for float32 still too few).
-    256: TileShape(rows=64, block=32, num_warps=4, num_stages=2),
+    # 64 rows are one wgmma of Hopper, 16 a warp. Compiled for H200 (bfloat16): 128 registers at head size 64, 177 at
+    # 128, 244 at 256, no spills; for A100 at 128: 255, no spills.
+    128: TileShape(rows=64, block=64, float32_block=16, num_warps=4, num_stages=2),
+    # Block 64 asks for 106,496 bytes of shared memory; an L4 has 101,376. float32 asks for 188,416: Hopper has them.
+    256: TileShape(rows=64, block=32, float32_block=16, num_warps=4, num_stages=2),
 }
 """Tiles of steps with chunks, by the largest head size that they serve."""
 
 DECODE_TILES = {
     # One token a tile: the products are mostly padding and the time goes into loads, so one more block is in flight.
-    128: TileShape(rows=16, block=64, num_warps=4, num_stages=3),
-    # The block for the L4's sake, as above.
-    256: TileShape(rows=16, block=32, num_warps=4, num_stages=3),
+    128: TileShape(rows=16, block=64, float32_block=16, num_warps=4, num_stages=3),
+    # The blocks for the L4's sake, as above.
+    256: TileShape(rows=16, block=32, float32_block=16, num_warps=4, num_stages=3),
 }
 """Tiles of steps of decodes alone, by the largest head size that they serve."""
 

@@ -37,7 +37,7 @@ class LayerKV:
 
     def read(
         self, pages: Int32[Array, "*items pages_per_block"], real: Bool[Array, "*items BLOCK"]
-    ) -> tuple[Float[Array, "*items BLOCK K*D"], Float[Array, "*items BLOCK K*D"]]:
+    ) -> tuple[Float[Array, "*items BLOCK KD"], Float[Array, "*items BLOCK KD"]]:
         """Keys and values of blocks of pages.
 
         Values are 0 where not ``real``: a weight of 0 times the NaN that may lie there is NaN.
@@ -51,7 +51,7 @@ class LayerKV:
         keys, values = self._gather(rows, key_index), self._gather(rows, value_index)
         return keys, jnp.where(real[..., None], values, jnp.zeros((), self.dtype))
 
-    def _gather(self, rows: Shaped[Array, "R K*D"], index: Int32[Array, "..."]) -> Float[Array, "... K*D"]:
+    def _gather(self, rows: Shaped[Array, "R KD"], index: Int32[Array, "..."]) -> Float[Array, "... KD"]:
         taken = rows.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
         if taken.dtype == jnp.uint16:
             taken = lax.bitcast_convert_type(taken, jnp.bfloat16)

@@ -17,8 +17,6 @@ GROUP_BYTES = 2**20
 """Most bytes of keys that an iteration gathers: they should still be cached when the product reads them."""
 BLOCK_DIAGONAL_HEADS = 4
 """Most KV heads for which multiplying by the zeros of a block-diagonal q costs less than transposing K and V."""
-PRODUCT_COLUMNS = 16
-"""XLA's CPU products are fast in steps of this many columns."""
 
 
 def attend_decodes(
@@ -76,7 +74,7 @@ def _group_size(num_seqs: int, block_bytes: int) -> int:
 
 
 def _scores(
-    q: Float[Array, "items H D"], keys: Float[Array, "items BLOCK K*D"], num_kv_heads: int
+    q: Float[Array, "items H D"], keys: Float[Array, "items BLOCK KD"], num_kv_heads: int
 ) -> Float[Array, "items H BLOCK"]:
     """Products of each item's query heads with the keys of their KV head."""
     items, num_heads, head_dim = q.shape
@@ -94,7 +92,7 @@ def _scores(
 
 
 def _weighted_sum(
-    weights: Float[Array, "items H BLOCK"], values: Float[Array, "items BLOCK K*D"], num_kv_heads: int
+    weights: Float[Array, "items H BLOCK"], values: Float[Array, "items BLOCK KD"], num_kv_heads: int
 ) -> Float[Array, "items H D"]:
     """Values of each head's KV head, summed by weight."""
     items, num_heads, _ = weights.shape

@@ -25,10 +25,9 @@ MAX_GROUP = 8
 
 
 class DecodeItems(NamedTuple):
-    """Blocks of the sequences that have one query token, sequence after sequence; M entries, ``num_items`` of them
-    real.
+    """Blocks of the sequences that have one query token, sequence after sequence.
 
-    An entry past them holds no position and has a rank of its own, S.
+    M entries, ``num_items`` of them real; one that isn't holds no position and has a rank of its own, S.
 
     Arguments:
         sequence: whose block it is.
