@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxcb.request import SamplingParams
-from tests.engine.conftest import SPEC
+from tests.engine.conftest import SPEC, sensitive_params
 from tests.engine.run import complete
 
 NUM_PROMPTS = 24
@@ -48,7 +48,10 @@ def alone(prompts, params, tokenizer) -> list[list[int]]:
     with Engine("small", SPEC, params, tokenizer, config) as engine:
         engine.compile(progress=False)
         engine.run()
-        return [list(complete(engine, [prompt], GREEDY)[0].token_ids) for prompt in prompts]
+        answers = [list(complete(engine, [prompt], GREEDY)[0].token_ids) for prompt in prompts]
+    assert np.mean([len(set(answer)) for answer in answers]) > 8, "it repeats itself: equal answers would mean nothing"
+    assert len({tuple(answer) for answer in answers}) > NUM_PROMPTS / 2
+    return answers
 
 
 CROSSINGS = {
@@ -97,3 +100,64 @@ def test_a_seeded_sample_is_the_same_in_any_company(prompts, make_engine):
     ]
     together = complete(make_engine(num_kv_pages=60, admission_watermark=0.0), prompts, seeded)
     assert [list(output.token_ids) for output in together] == alone
+
+
+@pytest.mark.parametrize("budget", [32, 64, 640])
+def test_a_common_beginning_that_arrives_in_one_burst_is_computed_before_it_is_shared(budget, make_engine):
+    """nano-vllm#208: the second request took the first one's pages as cached although they weren't computed yet."""
+    common = [(11 * i) % 263 for i in range(160)]
+    prompts = [[*common, i, i + 1, i + 2] for i in range(8)]
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    plain = make_engine(enable_prefix_caching=False, max_num_batched_tokens=budget)
+    wanted = [list(output.token_ids) for output in complete(plain, prompts, sampling)]
+    cached = make_engine(max_num_batched_tokens=budget)
+    assert [list(output.token_ids) for output in complete(cached, prompts, sampling)] == wanted
+    assert [list(output.token_ids) for output in complete(cached, prompts, sampling)] == wanted
+
+
+def test_tiny_temperatures_are_greedy_beside_a_hot_neighbour(prompts, alone, make_engine):
+    """vllm#2937, aici#19: a tiny temperature overflowed, and a greedy row was divided by its own zero."""
+    engine = make_engine(max_num_seqs=6)
+    tiny = [
+        SamplingParams(temperature=temperature, top_p=0.9, max_tokens=24, ignore_eos=True)
+        for temperature in (0, 1e-9, 1e-7, 9e-6)
+    ]
+    hot = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
+    outputs = complete(engine, [prompts[2]] * 5, [*tiny, hot])
+    assert [list(output.token_ids) for output in outputs[:4]] == [alone[2]] * 4
+
+
+def test_a_window_holds_across_chunks_and_prefix_hits(tokenizer):
+    """vllm#4057: with split prefill or prefix reuse, tokens saw further back than the window."""
+    from dataclasses import replace
+
+    from jaxcb.config import EngineConfig
+    from jaxcb.engine import Engine
+
+    spec = replace(SPEC, windows=(32, None))
+    weights = sensitive_params(spec, seed=5)
+    prompt = [(13 * i) % 263 for i in range(200)]
+    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    answers = []
+    for budget in (24, 64, 256):
+        config = EngineConfig(
+            max_num_seqs=2,
+            max_num_batched_tokens=budget,
+            max_model_len=256,
+            num_kv_pages=64,
+            decode_buckets=(),
+            mixed_buckets=(),
+            dtype="float32",
+        )
+        with Engine("windowed", spec, weights, tokenizer, config) as engine:
+            engine.compile(progress=False)
+            engine.run()
+            first, hit = (complete(engine, [prompt], sampling)[0] for _ in range(2))
+            assert (first.num_cached_tokens, hit.num_cached_tokens) == (0, 192)
+            answers += [list(first.token_ids), list(hit.token_ids)]
+    assert answers == [answers[-2]] * 6
+    unwindowed = replace(SPEC, windows=())
+    with Engine("full", unwindowed, weights, tokenizer, config) as engine:
+        engine.compile(progress=False)
+        engine.run()
+        assert list(complete(engine, [prompt], sampling)[0].token_ids) != answers[0], "the window changes nothing"

@@ -144,7 +144,7 @@ def test_mass_threshold_keeps_the_fewest_values_that_reach_the_share(rows, share
     for row, threshold in zip(values, found, strict=True):
         kept, goal = row[row >= threshold].astype(np.float64), share * row.sum(dtype=np.float64)
         assert kept.sum() >= goal * (1 - 1e-5)
-        if 0 < threshold and share < 1:
+        if threshold > 0 and share < 1:
             above = row[row > threshold].sum(dtype=np.float64)
             assert above < goal * (1 + 1e-5) or threshold == row.max()
 

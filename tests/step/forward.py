@@ -82,4 +82,3 @@ def row_of(
         first_new_page=0,
         new_pages=pages,
     )
-
