@@ -132,9 +132,12 @@ def _request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: st
 
 def _token_ids(engine: Engine, prompt: Prompt, where: str) -> list[int]:
     if isinstance(prompt, str):
-        return engine.tokenizer.encode(prompt)
+        return engine.tokenizer.encode(prompt, max_tokens=engine.config.max_model_len)
     if isinstance(prompt, Sequence) and prompt and all(isinstance(item, Mapping) for item in prompt):
-        return engine.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]  # checked item by item
+        return engine.tokenizer.apply_chat_template(
+            prompt,  # type: ignore[arg-type]  # checked item by item
+            max_tokens=engine.config.max_model_len,
+        )
     if isinstance(prompt, Sequence) and all(isinstance(item, int) for item in prompt):
         return list(prompt)  # type: ignore[arg-type]  # checked item by item
     raise RequestError(f"{where} must be a string, a list of token ids or a list of chat messages, got {prompt!r}")

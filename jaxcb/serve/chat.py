@@ -43,7 +43,9 @@ def read(body: bytes, service: Service) -> Call:
         raise RequestError("messages must hold at least one message", param="messages")
     include_usage = wants_usage(chat.stream, chat.stream_options)
     params = _one_limit(sampling, chat.max_completion_tokens).params(max_tokens=None)
-    token_ids = service.engine.tokenizer.apply_chat_template([_message(message) for message in chat.messages])
+    token_ids = service.engine.tokenizer.apply_chat_template(
+        [_message(message) for message in chat.messages], max_tokens=service.max_model_len
+    )
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     return Call(
         id=new_id("chatcmpl"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +18,6 @@ from jaxcb.serve.responses import Completion, TextChoice, Usage
 
 if TYPE_CHECKING:
     from jaxcb.serve.service import Service
-    from jaxcb.text import Tokenizer
 
 T = TypeVar("T")
 DEFAULT_MAX_TOKENS = 16
@@ -39,7 +39,7 @@ def read(body: bytes, service: Service) -> Call:
     completion = convert(fields, CompletionFields)
     model = service.check_model(completion.model)
     include_usage = wants_usage(completion.stream, completion.stream_options)
-    prompts = _prompts(completion.prompt, service.engine.tokenizer)
+    prompts = _prompts(completion.prompt, service)
     return Call(
         id=new_id("cmpl"),
         model=model,
@@ -55,14 +55,15 @@ def _default_limit(num_prompt_tokens: int, service: Service) -> int:
     return min(DEFAULT_MAX_TOKENS, room) if room > 0 else DEFAULT_MAX_TOKENS
 
 
-def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) -> list[Sequence[int]]:
+def _prompts(prompt: str | list[str | int | list[int]], service: Service) -> list[Sequence[int]]:
     """One list of token ids a prompt, in order.
 
     Raises:
         RequestError: no prompt, too many, an empty one, or a list that mixes text, ids and lists of ids.
     """
+    encode = functools.partial(service.engine.tokenizer.encode, max_tokens=service.max_model_len)
     if isinstance(prompt, str):
-        prompts: list[Sequence[int]] = [tokenizer.encode(prompt)]
+        prompts: list[Sequence[int]] = [encode(prompt)]
     elif not prompt:
         raise RequestError("prompt is an empty list: send text or token ids", param="prompt")
     elif ids := _all_of(int, prompt):
@@ -70,7 +71,7 @@ def _prompts(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) ->
     elif len(prompt) > MAX_PROMPTS:
         raise RequestError(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are supported", param="prompt")
     elif texts := _all_of(str, prompt):
-        prompts = [tokenizer.encode(text) for text in texts]
+        prompts = [encode(text) for text in texts]
     elif id_lists := _all_of(list, prompt):
         prompts = list(id_lists)
     else:

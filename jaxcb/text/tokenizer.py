@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,13 +76,19 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.chat_template is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: so many times the context length is more than any text that fits."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Ids of ``text``; ``add_special_tokens`` adds what the model wants around a text, such as its BOS token.
 
         Raises:
-            RequestError: ``text`` holds half a surrogate pair, which is no character.
+            RequestError: ``text`` holds half a surrogate pair, which is no character; or it is so long that it must
+                have more than ``max_tokens`` tokens, which is found out before megabytes are tokenized in vain.
         """
-        return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
+        return self._encode(text, "prompt", max_tokens, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids outside the vocabulary have none."""
@@ -126,22 +133,33 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Ids of ``render_chat(...)``. The template writes the BOS token if the model wants one; none is added."""
+        """Ids of ``render_chat(...)``. The template writes the BOS token if the model wants one; none is added.
+
+        Raises:
+            RequestError: as for :meth:`render_chat` and :meth:`encode`.
+        """
         text = self.render_chat(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self._encode(text, "messages", add_special_tokens=False)
+        return self._encode(text, "messages", max_tokens, add_special_tokens=False)
 
     def warm_up(self) -> None:
         """Import what chat needs (about two seconds) and compile the template, so that no request waits for it."""
         if self.chat_template is not None:
             chat.warm_up(self.chat_template)
 
-    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, param: str, max_tokens: int | None, *, add_special_tokens: bool) -> list[int]:
+        if max_tokens is not None and len(text) > max_tokens * self.longest_token:
+            raise RequestError(
+                f"the text has {len(text)} characters, which can't be {max_tokens} tokens or less, the model's context "
+                "length",
+                param=param,
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:

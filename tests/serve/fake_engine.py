@@ -32,7 +32,7 @@ class FakeTokenizer:
     has_chat_template = True
     chat_template = "fake"
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return [ord(char) for char in text]
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **_: Any) -> list[int]:

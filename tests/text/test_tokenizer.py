@@ -145,3 +145,14 @@ def test_built_in_config_is_json_without_a_class_that_needs_code(builtin_model):
     config = json.loads((builtin_model / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert isinstance(Tokenizer.from_dir(builtin_model).backend, tokenizers.Tokenizer)
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(monkeypatch):
+    tokenizer = byte_level()
+    longest = max(map(len, tokenizer.backend.get_vocab()))
+    assert tokenizer.longest_token == longest
+    text = "a" * (longest * 10)
+    assert len(tokenizer.encode(text, max_tokens=10)) == len(text), "it might fit: tokenizing it must decide"
+    with pytest.raises(RequestError, match=f"{len(text) + 1} characters, which can't be 10 tokens") as error:
+        tokenizer.encode(text + "a", max_tokens=10)
+    assert error.value.param == "prompt"
