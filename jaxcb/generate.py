@@ -107,12 +107,19 @@ def _engine(config: EngineConfig | None, engine: Engine | None, progress: bool) 
         return engine
     config = config or EngineConfig()
     if _shared is not None and (_shared.asked_for != config or not _shared.healthy):
-        _shared.shutdown()
-        _shared = None
+        _shut_down_shared()
     if _shared is None:
         _shared = Engine.start(config, progress=progress)
-        atexit.register(_shared.shutdown)
     return _shared
+
+
+@atexit.register
+def _shut_down_shared() -> None:
+    """One exit handler for whichever engine is up: a handler for each would keep old engines and their memory."""
+    global _shared
+    if _shared is not None:
+        _shared.shutdown()
+        _shared = None
 
 
 def _request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: str) -> Request:

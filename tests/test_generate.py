@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from jaxcb import generate as module
@@ -95,3 +98,21 @@ def test_an_interrupt_drops_what_is_open(engine, monkeypatch):
     monkeypatch.undo()
     assert generate("a", GREEDY, engine=engine, progress=False)[0].finish_reason is FinishReason.LENGTH
     assert engine.stats().finished["abort"] == 2
+
+
+def test_another_config_frees_the_engine_before(monkeypatch, make_engine):  # noqa: F811  # the fixture
+    made = []
+
+    def start(config, *, progress):
+        made.append(weakref.ref(engine := make_engine(max_num_seqs=config.max_num_seqs)))
+        make_engine.forget()
+        engine.asked_for = config
+        return engine
+
+    monkeypatch.setattr(module.Engine, "start", start)
+    for seqs in (1, 1, 2):
+        generate([5], GREEDY, config=EngineConfig(max_num_seqs=seqs), progress=False)
+    assert len(made) == 2, "an equal config reuses the engine"
+    gc.collect()
+    assert made[0]() is None and made[1]() is not None
+    module._shut_down_shared()

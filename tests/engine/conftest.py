@@ -72,6 +72,7 @@ def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
         engines.append(engine)
         return engine
 
+    make.forget = engines.clear  # type: ignore[attr-defined]  # for tests that look at who keeps an engine alive
     yield make
     for engine in engines:
         engine.shutdown()
