@@ -68,7 +68,7 @@ def generate(
         with tqdm(total=len(requests), desc="generating", unit="prompt", disable=not progress) as bar:
             while len(outputs) < len(requests):
                 for request in itertools.islice(left, _OPEN_AT_ONCE - len(open_streams)):
-                    open_streams.append(engine.submit(request))
+                    open_streams.append(engine.submit_blocking(request))
                 outputs.append(_last(open_streams[0]))
                 open_streams.popleft()
                 bar.update()
@@ -91,7 +91,7 @@ def stream(
     Leaving the loop early drops the request. Arguments and errors as for :func:`generate`.
     """
     engine = _engine(config, engine, progress)
-    outputs = engine.submit(_request(engine, prompt, sampling or SamplingParams(), "prompt"))
+    outputs = engine.submit_blocking(_request(engine, prompt, sampling or SamplingParams(), "prompt"))
     try:
         for output in outputs:
             yield _checked(output)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from jaxcb.errors import RequestError
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1000
+"""Characters of a stop string."""
 MAX_FORBIDDEN_IDS = 8
 """Ids that one row can forbid at once (its end tokens while ``min_tokens`` is not reached)."""
 MAX_SEED = 2**63 - 1
@@ -163,6 +165,10 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     for text in value:
         if not isinstance(text, str) or not text:
             raise RequestError(f"{name} must hold non-empty strings, got {text!r}", param=name)
+        if len(text) > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"{name} holds a string of {len(text)} characters, at most {MAX_STOP_LENGTH} are supported", param=name
+            )
     return tuple(value)
 
 

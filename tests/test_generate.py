@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 
@@ -53,6 +54,17 @@ def test_leaving_a_stream_early_drops_the_request(engine):
         break
     generate("the end", GREEDY, engine=engine, progress=False)
     assert engine.stats().finished["abort"] == 1
+
+
+def test_both_work_where_an_asyncio_loop_runs(engine):
+    """As in a notebook cell."""
+
+    async def cell():
+        whole = generate("the end", GREEDY, engine=engine, progress=False)[0]
+        return whole.text, [piece.text for piece in stream("the end", GREEDY, engine=engine, progress=False)][-1]
+
+    text, streamed = asyncio.run(cell())
+    assert text == streamed == generate("the end", GREEDY, engine=engine, progress=False)[0].text
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from jaxcb.request import SamplingParams
         ("stop", [3]),
         ("stop", 3),
         ("stop", ["a"] * 17),
+        ("stop", "a" * 1001),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [1.0]),
         ("stop_token_ids", "12"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import logging
@@ -14,7 +15,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
 from jaxcb.engine.stats import EngineStats
-from jaxcb.engine.stream import OutputStream, deliver
+from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
@@ -97,13 +98,23 @@ class Engine:
     # ------------------------------------------------------------------ for callers
 
     def submit(self, request: Request) -> OutputStream:
-        """Queue a request; its results come out of the stream.
+        """Queue a request; its results come out of the stream, which belongs to the running asyncio loop if there is
+        one, else to threads.
 
         Raises:
             RequestError: the request is impossible; nothing is kept of it.
             QueueFullError: ``max_waiting`` requests wait already.
             EngineStoppedError: the engine was shut down or has failed.
         """
+        return self._submit(request, running_loop())
+
+    def submit_blocking(self, request: Request) -> OutputStream:
+        """As :meth:`submit`, for a caller that blocks even where an asyncio loop runs (a notebook cell, say)."""
+        return self._submit(request, None)
+
+    def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> OutputStream:
+        # A copy of the ids: the caller may change its list while the request runs.
+        request = dataclasses.replace(request, prompt_token_ids=list(request.prompt_token_ids))
         self.check_request(request)
         with self._wake:
             if not self._accepting:
@@ -117,7 +128,7 @@ class Engine:
             request = self._with_seed(request)
             self._num_submitted += 1
             key = f"{self._num_submitted}-{request.request_id}"
-            stream = OutputStream(request.request_id, functools.partial(self._end, key, FinishReason.ABORT))
+            stream = OutputStream(request.request_id, functools.partial(self._end, key, FinishReason.ABORT), loop)
             self._keys[request.request_id], self._streams[key] = key, stream
             self._text.open(key, request)
             self._inbox.append(dataclasses.replace(request, request_id=key))

@@ -13,17 +13,14 @@ from jaxcb.request import RequestOutput
 class OutputStream:
     """Yields a RequestOutput for each update; the last one has a ``finish_reason``.
 
-    Made inside a running asyncio loop it belongs to that loop (``async for``), else to threads (``for``).
+    It belongs to an asyncio loop (``async for``) or, without one, to threads (``for``).
     """
 
-    def __init__(self, request_id: str, abort: Callable[[], None]):
+    def __init__(self, request_id: str, abort: Callable[[], None], loop: asyncio.AbstractEventLoop | None):
         self.request_id = request_id
+        self.loop = loop
         self._abort = abort
         self._finished = False
-        try:
-            self.loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            self.loop = None
         self._queue: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         self._ready: deque[RequestOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -50,7 +47,7 @@ class OutputStream:
 
     async def __anext__(self) -> RequestOutput:
         if self.loop is None:
-            raise RuntimeError("this stream was made outside asyncio: use 'for'")
+            raise RuntimeError("this stream belongs to threads: use 'for'")
         if self._finished:
             raise StopAsyncIteration
         while not self._ready:
@@ -86,3 +83,11 @@ def deliver(outputs: Iterable[tuple[OutputStream, RequestOutput]]) -> None:
 def _deliver_all(batch: list[tuple[OutputStream, RequestOutput]]) -> None:
     for stream, output in batch:
         stream._deliver(output)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The asyncio loop that this thread is running, if any."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

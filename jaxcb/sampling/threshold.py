@@ -13,6 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 SMALLEST_NORMAL_BITS = 1 << 23
+SMALLEST_SHARE = 1e-30
+"""A share that is zero as a float32 would be reached by keeping nothing."""
 
 
 def kth_largest(values: Float[Array, "S V"], k: Int[Array, "S"]) -> Float[Array, "S"]:
@@ -25,8 +27,7 @@ def mass_threshold(values: Float[Array, "S V"], share: Float[Array, "S"]) -> Flo
 
     The row's largest value always stays, and share 1 keeps everything above zero.
     """
-    total = jnp.sum(values, -1)
-    goal = share * total
+    goal = jnp.maximum(share, SMALLEST_SHARE) * jnp.sum(values, -1)
 
     def reached(t: Float[Array, "S"]) -> Bool[Array, "S"]:
         return jnp.sum(jnp.where(values >= t[:, None], values, 0.0), -1) >= goal

@@ -67,7 +67,8 @@ class _TextState:
             # else: the token that ended the sequence is no part of the text
         if reason is not None:
             piece += self.detokenizer.flush()
-        piece, matched = self.matcher.add(piece, armed=len(self.token_ids) >= sampling.min_tokens)
+        dropped = reason in (FinishReason.ABORT, FinishReason.ERROR)
+        piece, matched = self.matcher.add(piece, armed=len(self.token_ids) >= sampling.min_tokens and not dropped)
         if matched is not None:
             reason, stop = FinishReason.STOP, matched
         elif reason is not None:

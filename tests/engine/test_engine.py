@@ -264,3 +264,11 @@ def test_a_config_that_cannot_work_is_refused_by_name(make_engine, changes, para
     with pytest.raises(ConfigError) as error:
         make_engine(**changes)
     assert error.value.param == param
+
+
+def test_a_caller_may_change_its_prompt_after_submitting(engine):
+    prompt = [5, 6, 7]
+    stream = engine.submit(Request(request_id="a", prompt_token_ids=prompt, sampling=LONG))
+    prompt.clear()
+    assert list(stream)[-1].prompt_token_ids == [5, 6, 7]
+    assert engine.healthy

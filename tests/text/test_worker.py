@@ -97,3 +97,13 @@ def test_an_end_without_a_token_flushes_and_keeps_the_reason(collector):
     collector.worker.close()
     last = collector.outputs[-1]
     assert (last.text, last.finish_reason, last.error) == ("bzz", FinishReason.ERROR, "broken")
+
+
+def test_an_abort_stays_an_abort_though_its_last_text_completes_a_stop_string(collector):
+    collector.worker.open(
+        "a", Request(request_id="client", prompt_token_ids=[0], sampling=SamplingParams(stop="\ufffd"))
+    )
+    collector.worker.put([TextEvent("a", token) for token in TOKENIZER.encode("a🦙")[:-1]])
+    collector.worker.put([TextEvent("a", None, FinishReason.ABORT)])
+    collector.worker.close()
+    assert collector.outputs[-1].finish_reason is FinishReason.ABORT
