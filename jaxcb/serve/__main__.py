@@ -31,12 +31,13 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
     from jaxcb.text import chat
 
     sock = server.bind(options.host, options.port)
-    threading.Thread(target=chat.preload, name="jaxcb-preload", daemon=True).start()
     # jax takes seconds to import: not for --help, and not before the port is known to be free
     from jaxcb.engine import Engine
     from jaxcb.serve.app import make_app
     from jaxcb.serve.banner import banner
 
+    # After jax: two threads that import its extension and numpy at once can fail.
+    threading.Thread(target=chat.preload, name="jaxcb-preload", daemon=True).start()
     engine = Engine.start(config)
     try:
         if options.chat_template is not None:

@@ -38,8 +38,8 @@ def _sizes(buckets: tuple[int, ...] | None, largest: int | None) -> str:
 def _curl(engine: Engine, url: str, has_api_key: bool) -> str:
     question = "What is the capital of France?"
     if engine.tokenizer.has_chat_template:
-        path, body = "chat/completions", {"messages": [{"role": "user", "content": question}], "stream": True}
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": question}], "temperature": 0, "stream": True}
     else:
-        path, body = "completions", {"prompt": "The capital of France is", "stream": True}
+        path, body = "completions", {"prompt": "The capital of France is", "temperature": 0, "stream": True}
     key = " -H 'Authorization: Bearer KEY'" if has_api_key else ""
-    return f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    return f"curl -N {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
