@@ -36,10 +36,12 @@ def _sizes(buckets: tuple[int, ...] | None, largest: int | None) -> str:
 
 
 def _curl(engine: Engine, url: str, has_api_key: bool) -> str:
+    body: dict[str, object]
     question = "What is the capital of France?"
     if engine.tokenizer.has_chat_template:
-        path, body = "chat/completions", {"messages": [{"role": "user", "content": question}], "temperature": 0, "stream": True}
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": question}]}
     else:
-        path, body = "completions", {"prompt": "The capital of France is", "temperature": 0, "stream": True}
+        path, body = "completions", {"prompt": "The capital of France is"}
     key = " -H 'Authorization: Bearer KEY'" if has_api_key else ""
-    return f"curl -N {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    body |= {"temperature": 0, "stream": True}
+    return f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
