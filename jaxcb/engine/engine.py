@@ -122,8 +122,7 @@ class Engine:
             if request.request_id in self._keys:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
             limit = self.config.max_waiting
-            num_waiting = self._num_waiting()
-            if limit is not None and num_waiting >= limit:
+            if limit is not None and (num_waiting := self._num_waiting()) >= limit:
                 raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
             request = self._with_seed(request)
             self._num_submitted += 1
