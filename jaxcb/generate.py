@@ -166,7 +166,7 @@ def _is_ids(prompt: object) -> bool:
     )
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     """A single prompt becomes a list of one. A two-dimensional array holds a prompt a row."""
     if isinstance(prompts, str):
         return [prompts]
@@ -178,8 +178,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"prompts must be a prompt or a list of prompts, got {validation.shown(prompts)}", param="prompts"
         )
     if len(prompts) and (_is_ids(prompts) or isinstance(prompts[0], Mapping)):
-        return [prompts]  # type: ignore[list-item]  # token ids or chat messages
-    return list(prompts)  # type: ignore[arg-type]  # each is checked in _token_ids
+        return [prompts]
+    return list(prompts)
 
 
 def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
