@@ -67,6 +67,7 @@ def gather_pages(kv: Pool, pages: Int32[Array, " M"]) -> Pool:
     """
     _require_pages(kv)
     require_array(pages, "pages", (None,), dtypes=("int32",))
+
     # The pool seen as rows: XLA's CPU gather copies a row in one go, but an element of many dimensions at a time.
     def read(pool: Array) -> Array:
         rows = jnp.asarray(pool).reshape(pool.shape[0], -1)
