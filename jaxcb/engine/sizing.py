@@ -12,7 +12,7 @@ from jaxtyping import DTypeLike
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
-from jaxcb.scheduler import SchedulerLimits
+from jaxcb.scheduler import SchedulerLimits, knob_values
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
 from pallas_kernels.metadata import Backend, default_backend
@@ -22,6 +22,8 @@ T = TypeVar("T")
 CPU_DECODE_BUCKETS, GPU_DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 8, 16, 32, 64, 128, 256)
 CPU_MIXED_BUCKETS, GPU_MIXED_BUCKETS = (64, 128, 256, 512, 1024, 2048), (256, 512, 1024, 2048, 4096)
 CPU_KV_BYTES = 2**30
+CPU_COPY_BYTES_PER_S, GPU_LINK_BYTES_PER_S = 4e9, 2e10
+"""Achieved when pages move to host memory and back: a copy in memory; PCIe 4.0 x16, less than which few GPUs have."""
 GPU_WORKSPACE_BYTES = 2**30
 """Left for temporaries of the compiled steps."""
 
@@ -67,8 +69,10 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
     )
 
 
-def limits_of(config: EngineConfig) -> SchedulerLimits:
+def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
     """The scheduler's limits of a resolved config."""
+    page_bytes = _set(config.kv_cache_memory_bytes) // _set(config.num_kv_pages)
+    on_cpu = jax.default_backend() == "cpu"
     return SchedulerLimits(
         max_num_seqs=_set(config.max_num_seqs),
         max_num_batched_tokens=_set(config.max_num_batched_tokens),
@@ -77,8 +81,18 @@ def limits_of(config: EngineConfig) -> SchedulerLimits:
         page_size=config.page_size,
         num_slots=2 * _set(config.max_num_seqs),
         enable_prefix_caching=config.enable_prefix_caching,
-        admission_watermark=config.admission_watermark,
+        num_host_pages=int(config.host_kv_gib * 2**30) // page_bytes,
+        host_page_s=page_bytes / (CPU_COPY_BYTES_PER_S if on_cpu else GPU_LINK_BYTES_PER_S),
+        step_sizes=(*sorted(_set(config.mixed_buckets)), _set(config.max_num_batched_tokens)),
+        sliding_window=_widest_window(spec),
+        cache_name=f"{config.model}@{config.revision}:{config.dtype}",
+        **knob_values(config),
     )
+
+
+def _widest_window(spec: ModelSpec) -> int | None:
+    windows = [window for window in spec.windows if window is not None]
+    return max(windows) if len(windows) == spec.num_layers else None
 
 
 def shape_of(config: EngineConfig) -> RunnerShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
-from jaxcb.scheduler import SchedulerLimits
+from jaxcb.scheduler import SchedulerLimits, knob_values
 from jaxcb.sim.gpus import Gpu
 from jaxcb.sim.models import Model
 from jaxcb.sim.step_time import BFLOAT16_BYTES
@@ -43,7 +43,7 @@ def limits_on(gpu: Gpu, model: Model, config: EngineConfig) -> SchedulerLimits:
         page_size=config.page_size,
         num_slots=2 * seqs,
         enable_prefix_caching=config.enable_prefix_caching,
-        admission_watermark=config.admission_watermark,
+        **knob_values(config),
     )
 
 
