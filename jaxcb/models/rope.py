@@ -18,7 +18,9 @@ def rope_tables(rope: RopeSpec, head_dim: int, positions: Int[Array, "T"]) -> tu
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "T N D"], cos: Float[Array, "T half_D"], sin: Float[Array, "T half_D"]) -> Float[Array, "T N D"]:
+def rotate(
+    x: Float[Array, "T N D"], cos: Float[Array, "T half_D"], sin: Float[Array, "T half_D"]
+) -> Float[Array, "T N D"]:
     """Rotate the pairs (i, i + D/2) of every head, the half-and-half order of Hugging Face checkpoints."""
     half = x.shape[-1] // 2
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)

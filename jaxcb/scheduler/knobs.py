@@ -200,9 +200,9 @@ def _one_of(knobs: object, name: str, allowed: Any, *, or_function: str = "") ->
     if or_function and callable(value):
         return
     if not isinstance(value, str) or value not in allowed:
-        names = ", ".join(allowed)
+        choices = ", ".join(allowed) + (f", or {or_function}" if or_function else "")
         raise ConfigError(
-            f"{name} must be one of {names}{', or ' + or_function if or_function else ''}, got {validation.shown(value)}",
+            f"{name} must be one of {choices}, got {validation.shown(value)}",
             param=name,
         )
 
