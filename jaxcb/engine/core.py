@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from jaxcb.request import FinishReason, Request
@@ -24,6 +25,7 @@ class EngineCore:
         self.num_steps = 0
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
+        self._last_wait_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -48,5 +50,13 @@ class EngineCore:
             raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             oldest = self._in_flight.popleft()
-            return self.scheduler.commit(oldest.plan, oldest.wait())
+            token_ids = oldest.wait()
+            self._observe(oldest)
+            return self.scheduler.commit(oldest.plan, token_ids)
         return []
+
+    def _observe(self, step: InFlight) -> None:
+        """The device took the step up when it was launched, or when it was done with the one before."""
+        now_s = time.perf_counter()
+        self.scheduler.observe(step.plan, now_s - max(step.launched_s, self._last_wait_s))
+        self._last_wait_s = now_s

@@ -71,7 +71,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
 
 def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
     """The scheduler's limits of a resolved config."""
-    page_bytes = _set(config.kv_cache_memory_bytes) // _set(config.num_kv_pages)
+    page_bytes = _page_bytes(config)
     on_cpu = jax.default_backend() == "cpu"
     return SchedulerLimits(
         max_num_seqs=_set(config.max_num_seqs),
@@ -81,13 +81,21 @@ def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
         page_size=config.page_size,
         num_slots=2 * _set(config.max_num_seqs),
         enable_prefix_caching=config.enable_prefix_caching,
-        num_host_pages=int(config.host_kv_gib * 2**30) // page_bytes,
+        num_host_pages=_num_host_pages(config),
         host_page_s=page_bytes / (CPU_COPY_BYTES_PER_S if on_cpu else GPU_LINK_BYTES_PER_S),
         step_sizes=(*sorted(_set(config.mixed_buckets)), _set(config.max_num_batched_tokens)),
         sliding_window=_widest_window(spec),
         cache_name=f"{config.model}@{config.revision}:{config.dtype}",
         **knob_values(config),
     )
+
+
+def _page_bytes(config: EngineConfig) -> int:
+    return _set(config.kv_cache_memory_bytes) // _set(config.num_kv_pages)
+
+
+def _num_host_pages(config: EngineConfig) -> int:
+    return int(config.host_kv_gib * 2**30) // _page_bytes(config)
 
 
 def _widest_window(spec: ModelSpec) -> int | None:
@@ -102,6 +110,7 @@ def shape_of(config: EngineConfig) -> RunnerShape:
         page_size=config.page_size,
         num_slots=2 * _set(config.max_num_seqs),
         max_model_len=_set(config.max_model_len),
+        num_host_pages=_num_host_pages(config),
     )
 
 
