@@ -13,6 +13,7 @@ from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
 Backend = Literal["xla", "triton"]
+LogprobsMode = Literal["raw", "processed"]
 PAGE_SIZES = (8, 16, 32, 64, 128)
 _POSITIVE = (
     "max_model_len",
@@ -52,6 +53,8 @@ class EngineConfig(SchedulingKnobs):
         host_kv_gib: host memory in GiB for KV pages: of sequences that are swapped out, and of prefixes that the device
             had no room for. 0: none.
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
+        logprobs_mode: "raw": log-probabilities are those of the model's own logits; "processed": of what is drawn from,
+            after the penalties, the temperature and the filters.
         seed: folded into the seeds of requests that bring none.
         backend: attention backend; None chooses by platform ("xla" on CPUs, "triton" on GPUs).
 
@@ -75,6 +78,7 @@ class EngineConfig(SchedulingKnobs):
     run_ahead: bool = True
     host_kv_gib: float = 0.0
     max_waiting: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
     seed: int = 0
     backend: Backend | None = None
 
@@ -87,6 +91,7 @@ class EngineConfig(SchedulingKnobs):
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)
         _choice("dtype", self.dtype, get_args(DType))
+        _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
         _choice("backend", self.backend, (None, *get_args(Backend)))
         for name in _POSITIVE:
             if getattr(self, name) is not None:

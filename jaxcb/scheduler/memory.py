@@ -64,7 +64,8 @@ class SequenceMemory:
         limits, size = self.limits, self.limits.page_size
         num_tokens = len(sequence.token_ids)
         root = self.cache.root(sequence.salt)
-        match = self.cache.match(root, sequence.packed, num_tokens - 1)
+        reads_cache = sequence.request.sampling.prompt_logprobs is None  # they need the whole prompt computed
+        match = self.cache.match(root, sequence.packed, num_tokens - 1 if reads_cache else 0)
         shared, copy_of, behind, host_pages = match.pages, 0, 0, list[int]()
         num_computed = len(shared) * size
         parent = sequence.parent
@@ -74,7 +75,7 @@ class SequenceMemory:
             match = self.cache.match(root, sequence.packed, on_device, on_device=True)
             shared, host_pages = match.pages, sequence.host_pages[len(match.pages) + behind :]
             num_computed = sequence.num_swapped
-        elif parent is not None and parent.root == root and not parent.num_behind_window:
+        elif parent is not None and reads_cache and parent.root == root and not parent.num_behind_window:
             common = min(_common_length(sequence.packed, parent.packed), parent.num_computed, num_tokens - 1)
             if common > num_computed:
                 full = common // size

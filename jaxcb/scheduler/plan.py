@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Array
 
+from jaxcb.logprobs import Logprobs
 from jaxcb.paging import PageMoves
 from jaxcb.request import FinishReason
 from jaxcb.scheduler.sequence import Sequence
@@ -80,3 +81,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_id: int | None = None
     """The id that ended the sequence, if it was one of the request's ``stop_token_ids``."""
+    logprobs: Logprobs | None = None
+    """Of this token, if the request asks for them; the engine's core adds them."""
+    prompt_logprobs: Logprobs | None = None
+    """Of the prompt from its second token on, with the first token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -51,9 +52,9 @@ def tokenizer() -> Tokenizer:
     return byte_level()
 
 
-@pytest.fixture
-def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
-    """Engines over the small model, with few buckets so that they compile fast; shut down after the test."""
+@contextlib.contextmanager
+def _engines(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
+    """Engines over the small model, with few buckets so that they compile fast; shut down at the end."""
     engines: list[Engine] = []
 
     def make(**changes: object) -> Engine:
@@ -76,3 +77,24 @@ def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.shutdown()
+
+
+@pytest.fixture
+def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
+    with _engines(params, tokenizer) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_engines(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
+    """Engines that the tests of a module share: one for each set of changes."""
+    with _engines(params, tokenizer) as make:
+        known: dict[tuple[tuple[str, object], ...], Engine] = {}
+
+        def shared(**changes: object) -> Engine:
+            key = tuple(sorted(changes.items()))
+            if key not in known:
+                known[key] = make(**changes)
+            return known[key]
+
+        yield shared

@@ -15,6 +15,7 @@ from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import PlanRow, Sequence, StepPlan
 from jaxcb.step.batch import SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket
+from jaxcb.step.controls import ControlLayout
 from jaxcb.step.program import StepProgram
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
 
@@ -54,7 +55,7 @@ def _chunks(
     layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
     kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
-    state = SlotState.zeros(layout.num_slots, width)
+    state = SlotState.zeros(layout.num_slots, width, ControlLayout(spec.vocab_size, 8))
     for start in range(0, len(token_ids), chunk):
         part = token_ids[start : start + chunk]
         first, last = start // PAGE_SIZE, -(-(start + len(part)) // PAGE_SIZE)
