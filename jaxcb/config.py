@@ -52,6 +52,8 @@ class EngineConfig(SchedulingKnobs):
         host_kv_gib: host memory in GiB for KV pages: of sequences that are swapped out, and of prefixes that the device
             had no room for. 0: none.
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
+        event_log: a file to write every call of the scheduler to, from which ``python -m jaxcb.scheduler.replay`` makes
+            the same plans again: for bug reports. It holds the prompts as token ids.
         seed: folded into the seeds of requests that bring none.
         backend: attention backend; None chooses by platform ("xla" on CPUs, "triton" on GPUs).
 
@@ -75,14 +77,16 @@ class EngineConfig(SchedulingKnobs):
     run_ahead: bool = True
     host_kv_gib: float = 0.0
     max_waiting: int | None = None
+    event_log: str | os.PathLike[str] | None = None
     seed: int = 0
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.model, os.PathLike):
-            self._set("model", os.fspath(self.model))
-        for name in ("model", "revision"):
+        for name in ("model", "event_log"):
+            if isinstance(getattr(self, name), os.PathLike):
+                self._set(name, os.fspath(getattr(self, name)))
+        for name in ("model", "revision", "event_log"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)

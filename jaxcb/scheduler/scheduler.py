@@ -233,7 +233,7 @@ class Scheduler:
             num_tokens += chunk.num_tokens
         if not rows:
             # If nothing is in flight, the one that was preempted can take up the pages that it gave back.
-            return self.plan() if preempted and not self._memory.num_deferred_pages else None
+            return Scheduler.plan(self) if preempted and not self._memory.num_deferred_pages else None
         self._memory.last_planned += 1
         return StepPlan(self._memory.last_planned, rows, num_tokens, num_decodes, num_drafts, self.cache.take_moves())
 

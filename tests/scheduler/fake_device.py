@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Sequence as Array
+from typing import TextIO
 
 from jaxcb.paging import PageMoves
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import PlanRow, Scheduler, SchedulerLimits, StepPlan, TokenEvent
 from jaxcb.scheduler.plan import IN_FLIGHT
+from jaxcb.scheduler.replay import RecordingScheduler
 from jaxcb.scheduler.scheduler import Drafter
 
 VOCABULARY = 50
@@ -169,3 +171,8 @@ def limits(**changes: object) -> SchedulerLimits:
 def driver(depth: int = 1, *, drafter: Drafter | None = None, num_draft_tokens: int = 3, **changes: object) -> Driver:
     scheduler = Scheduler(limits(**changes), eos_token_ids=(EOS,), drafter=drafter, num_draft_tokens=num_draft_tokens)
     return Driver(scheduler, depth)
+
+
+def recording_driver(file: TextIO, depth: int = 1, **changes: object) -> Driver:
+    """One that writes down what happens."""
+    return Driver(RecordingScheduler(limits(**changes), eos_token_ids=(EOS,), file=file), depth)
