@@ -334,8 +334,7 @@ class Scheduler:
         This runs for every token that is generated: no call, no property, no allocation but the row.
         """
         rows: list[Row] = []
-        if len(decodes) > self.limits.max_num_batched_tokens:
-            decodes = decodes[: self.limits.max_num_batched_tokens]
+        budget = self.limits.max_num_batched_tokens
         for sequence in decodes:
             start = sequence.num_scheduled
             if start < sequence.pause_at:
@@ -346,6 +345,9 @@ class Scheduler:
             else:
                 continue
             sequence.num_scheduled = start + 1
+            budget -= 1
+            if not budget:
+                break
         return rows
 
     def _decode_with_drafts(self, decodes: list[Sequence]) -> list[Row]:
