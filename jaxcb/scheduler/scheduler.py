@@ -223,19 +223,21 @@ class Scheduler:
             preempted = self._reserve(decodes)
             if preempted:
                 decodes, prompts = self._sort_running()
-            rows = self._decode(decodes) if self._drafter is None else self._decode_with_drafts(decodes)
-        num_decodes, num_drafts = len(rows), sum([row.num_drafts for row in rows]) if self._drafter else 0
-        num_tokens = num_decodes + num_drafts
+            if self._drafter is not None:  # guesses are made from what is known
+                decodes = [s for s in decodes if s.num_scheduled < len(s.token_ids)]
+            rows = self._decode(decodes)
+        num_decodes = len(rows)
         if (prompts or self._queue) and not self.limits.prefill_first:
-            chunks = self._divide(prompts, num_tokens, admit=not preempted)
-        for chunk in chunks:
-            rows.append(self._chunk_row(chunk))
-            num_tokens += chunk.num_tokens
+            chunks = self._divide(prompts, num_decodes, admit=not preempted)
+        num_tokens = num_decodes + sum([chunk.num_tokens for chunk in chunks])
+        num_drafts = self._add_drafts(rows, self.limits.max_num_batched_tokens - num_tokens) if self._drafter else 0
+        rows += [self._chunk_row(chunk) for chunk in chunks]
         if not rows:
             # If nothing is in flight, the one that was preempted can take up the pages that it gave back.
             return Scheduler.plan(self) if preempted and not self._memory.num_deferred_pages else None
         self._memory.last_planned += 1
-        return StepPlan(self._memory.last_planned, rows, num_tokens, num_decodes, num_drafts, self.cache.take_moves())
+        moves = self.cache.take_moves()
+        return StepPlan(self._memory.last_planned, rows, num_tokens + num_drafts, num_decodes, num_drafts, moves)
 
     def commit(self, plan: StepPlan, sampled: Array[Sampled]) -> list[TokenEvent]:
         """Learn the tokens of the oldest planned step that has not committed; ``sampled[i]`` belongs to row ``i``.
@@ -350,15 +352,14 @@ class Scheduler:
                 break
         return rows
 
-    def _decode_with_drafts(self, decodes: list[Sequence]) -> list[Row]:
-        """As :meth:`_decode`, with guesses where budget and pages are left for them after every decode's own token."""
+    def _add_drafts(self, rows: list[Row], budget: int) -> int:
+        """Extend decodes by guesses, where budget and pages are left by everything else. Returns how many."""
         assert self._drafter is not None
-        rows = self._decode([s for s in decodes if s.num_scheduled < len(s.token_ids)])
-        budget = self.limits.max_num_batched_tokens - len(rows)
+        left = budget
         for i, row in enumerate(rows):
             sequence = row.sequence
             room = sequence.max_total_tokens - len(sequence.token_ids) - 1
-            most = min(self._num_draft_tokens, budget, room)
+            most = min(self._num_draft_tokens, left, room)
             drafts = list(self._drafter(sequence, most))[:most] if most > 0 else []
             if not drafts:
                 continue
@@ -366,11 +367,10 @@ class Scheduler:
             while sequence.capacity < row.start + 1 + len(drafts) and self.pool.num_free:
                 pages += self._memory.grow(sequence)
             drafts = drafts[: sequence.capacity - row.start - 1]
-            rows[i] = PlanRow(
-                sequence, row.slot, [IN_FLIGHT, *drafts], row.start, True, first, pages, num_drafts=len(drafts)
-            )
-            budget -= len(drafts)
-        return rows
+            tokens = [IN_FLIGHT, *drafts]
+            rows[i] = PlanRow(sequence, row.slot, tokens, row.start, True, first, pages, num_drafts=len(drafts))
+            left -= len(drafts)
+        return budget - left
 
     def _divide(
         self, prompts: list[Sequence], num_decode_tokens: int, *, admit: bool, num_pages_owed: int = 0
@@ -427,16 +427,14 @@ class Scheduler:
         sequence = row.sequence
         if sequence.status is Status.FINISHED:
             return  # it ended while this step ran: the token is discarded
-        valid = sequence.valid_from <= step
-        if valid:
+        if sequence.valid_from <= step:
             sequence.num_prefilled = row.context_len
+            self._memory.settle(sequence)
+            if sequence.followers and sequence.num_prefilled >= sequence.num_prompt_tokens:
+                self._let_followers_go(sequence)
         if row.samples:
             assert isinstance(token_id, int)
             self._append(sequence, token_id, events)
-        if valid and sequence.status is Status.RUNNING:
-            self._memory.settle(sequence)
-            if sequence.followers and sequence.num_computed >= sequence.num_prompt_tokens:
-                self._let_followers_go(sequence)
 
     def _commit_late_or_many(self, row: Row, step: int, token_ids: Sampled, events: list[TokenEvent]) -> None:
         """A decode whose sequence has ended or given its pages back since, or which verified guesses.
@@ -451,15 +449,14 @@ class Scheduler:
             if sequence.status is Status.FINISHED:
                 return
             self._append(sequence, token_id, events)
-        if sequence.valid_from <= step and sequence.status is Status.RUNNING:
+        if sequence.valid_from <= step:
             sequence.num_scheduled = len(sequence.token_ids) - 1
             self._memory.settle(sequence)
 
     def _look_at(self, sequence: Sequence, events: list[TokenEvent]) -> None:
-        """The last event's token may end its sequence, or a page is full."""
+        """A page is full, or the last event's token may end its sequence."""
+        self._memory.settle(sequence)
         self._end(events)
-        if sequence.status is Status.RUNNING:
-            self._memory.settle(sequence)
 
     def _append(self, sequence: Sequence, token_id: int, events: list[TokenEvent]) -> None:
         sequence.token_ids.append(token_id)
