@@ -15,7 +15,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
 from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler import PlanRow, Scheduler, SchedulerLimits, StepPlan
+from jaxcb.scheduler import Row, Scheduler, SchedulerLimits, StepPlan
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import InFlight, Runner
@@ -56,7 +56,7 @@ class NotingRunner:
         return in_flight
 
 
-def _note(row: PlanRow) -> LaunchedRow:
+def _note(row: Row) -> LaunchedRow:
     """To the plan, the last token of a prompt is a decode if it comes alone; to a reader it is a chunk."""
     decode = row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens
     return LaunchedRow(row.sequence.request.request_id, row.num_tokens, decode)

@@ -55,6 +55,8 @@ class EngineConfig(SchedulingKnobs):
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
         logprobs_mode: "raw": log-probabilities are those of the model's own logits; "processed": of what is drawn from,
             after the penalties, the temperature and the filters.
+        event_log: a file to write every call of the scheduler to, from which ``python -m jaxcb.scheduler.replay`` makes
+            the same plans again: for bug reports. It holds the prompts as token ids.
         seed: folded into the seeds of requests that bring none.
         backend: attention backend; None chooses by platform ("xla" on CPUs, "triton" on GPUs).
 
@@ -79,14 +81,16 @@ class EngineConfig(SchedulingKnobs):
     host_kv_gib: float = 0.0
     max_waiting: int | None = None
     logprobs_mode: LogprobsMode = "raw"
+    event_log: str | os.PathLike[str] | None = None
     seed: int = 0
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.model, os.PathLike):
-            self._set("model", os.fspath(self.model))
-        for name in ("model", "revision"):
+        for name in ("model", "event_log"):
+            if isinstance(getattr(self, name), os.PathLike):
+                self._set(name, os.fspath(getattr(self, name)))
+        for name in ("model", "revision", "event_log"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)

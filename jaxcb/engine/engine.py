@@ -14,14 +14,14 @@ from collections import Counter
 from jaxcb import validation
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
-from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
+from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import FinishReason, Request
-from jaxcb.scheduler import Scheduler, TokenEvent
+from jaxcb.scheduler import TokenEvent
 from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
 from jaxcb.text import Tokenizer
@@ -57,8 +57,7 @@ class Engine:
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
-        limits = limits_of(self.config, spec)
-        self._scheduler = Scheduler(limits, spec.eos_token_ids)
+        self._scheduler = scheduler_of(self.config, spec)
         self._runner = Runner(
             spec,
             params,

@@ -12,7 +12,8 @@ from jaxtyping import DTypeLike
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
-from jaxcb.scheduler import SchedulerLimits, knob_values
+from jaxcb.scheduler import Scheduler, SchedulerLimits, knob_values
+from jaxcb.scheduler.replay import RecordingScheduler
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
 from pallas_kernels.metadata import Backend, default_backend
@@ -44,6 +45,8 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
             param="max_model_len",
         )
     max_model_len = config.max_model_len or spec.max_position
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens is None:
+        budget = max(budget, max_model_len)  # a step has to hold the longest prompt
     page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * config.page_size
     pages = _num_pages(config, page_bytes, seqs * -(-max_model_len // config.page_size), on_cpu)
     capacity = pages * config.page_size
@@ -88,6 +91,14 @@ def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
         cache_name=f"{config.model}@{config.revision}:{config.dtype}",
         **knob_values(config),
     )
+
+
+def scheduler_of(config: EngineConfig, spec: ModelSpec) -> Scheduler:
+    """The scheduler of a resolved config."""
+    limits = limits_of(config, spec)
+    if config.event_log is None:
+        return Scheduler(limits, spec.eos_token_ids)
+    return RecordingScheduler(limits, spec.eos_token_ids, file=open(config.event_log, "w", encoding="utf-8"))
 
 
 def _page_bytes(config: EngineConfig) -> int:

@@ -75,7 +75,6 @@ def row_of(
     sequence = Sequence(request=request, token_ids=[0], max_total_tokens=10**6, end_ids=frozenset())
     return PlanRow(
         sequence=sequence,
-        generation=0,
         slot=slot,
         token_ids=token_ids,
         start=start,
