@@ -12,7 +12,7 @@ from jaxcb.errors import ConfigError
 from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
-Backend = Literal["xla", "triton"]
+Backend = Literal["xla", "triton", "native"]
 PAGE_SIZES = (8, 16, 32, 64, 128)
 _POSITIVE = (
     "max_model_len",
@@ -53,7 +53,8 @@ class EngineConfig(SchedulingKnobs):
             had no room for. 0: none.
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
         seed: folded into the seeds of requests that bring none.
-        backend: attention backend; None chooses by platform ("xla" on CPUs, "triton" on GPUs).
+        backend: who computes attention ("native": products too). None takes ``$JAXCB_BACKEND``, else triton on GPUs,
+            and on CPUs native where its kernels can be built and run, else xla.
 
     Raises:
         ConfigError: a value can't work; ``.param`` names the field.

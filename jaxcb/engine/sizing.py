@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
+from jaxcb import native
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
 from jaxcb.scheduler import SchedulerLimits, knob_values
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
-from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.metadata import Backend
 
 T = TypeVar("T")
 # GPUs pad two and four rows to eight anyway.
@@ -65,7 +66,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
         mixed_buckets=_below(config.mixed_buckets, CPU_MIXED_BUCKETS if on_cpu else GPU_MIXED_BUCKETS, budget),
         num_kv_pages=pages,
         kv_cache_memory_bytes=pages * page_bytes,
-        backend=config.backend or default_backend(),
+        backend=native.choose(config.backend, spec, dtype),
     )
 
 

@@ -10,10 +10,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcb.models import ModelSpec, apply_head, apply_layers
+from jaxcb.models import native as native_models
 from jaxcb.models.decoder import LayerIndex, Params
 from jaxcb.sampling import Tier, sample
 from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
-from pallas_kernels import attention_metadata, ragged_paged_attention, write_kv
+from pallas_kernels import attention_metadata, native, ragged_paged_attention, write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend
 
 KVPages = Shaped[Array, "N L 2 page_size K D"]
@@ -41,10 +42,15 @@ class StepProgram:
         state = apply_changes(state, batch.change_index, batch.change_page)
         slots = batch.slots[batch.token_rows]
         token_ids = jnp.where(batch.token_ids < 0, state.last_token[slots], batch.token_ids)
-        hidden, kv = self._layers(params, kv, state, batch, token_ids)
+        layers = self._native_layers if self.backend == "native" else self._layers
+        hidden, kv = layers(params, kv, state, batch, token_ids)
         if not self.layout.bucket.decode_only:
             hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        return kv, state, apply_head(self.spec, params, hidden), self.layout.sample_part(upload)
+        if self.backend == "native":
+            logits = native_models.apply_head(self.spec, params, hidden, jnp.sum(batch.context_lens > 0))
+        else:
+            logits = apply_head(self.spec, params, hidden)
+        return kv, state, logits, self.layout.sample_part(upload)
 
     def _layers(
         self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
@@ -80,6 +86,14 @@ class StepProgram:
         flat = kv.reshape(-1, *shape[3:])
         hidden, flat = apply_layers(spec, params, token_ids, batch.positions, flat, attend)
         return hidden, flat.reshape(shape)
+
+    def _native_layers(
+        self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
+    ) -> tuple[Float[Array, "T E"], KVPages]:
+        tables = native.Tables(batch.query_starts, batch.context_lens, state.block_tables[batch.slots])
+        flat = kv.reshape(-1, *kv.shape[3:])
+        hidden, flat = native_models.apply_layers(self.spec, params, token_ids, batch.positions, flat, tables)
+        return hidden, flat.reshape(kv.shape)
 
     def _metadata(self, batch: StepBatch, tables: Int[Array, "S P"], window: int | None) -> AttentionMetadata:
         return attention_metadata(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 import pytest
 
-from jaxcb.config import EngineConfig
+from jaxcb.config import Backend, EngineConfig
 from jaxcb.engine import Engine
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params, init_params
@@ -51,8 +51,14 @@ def tokenizer() -> Tokenizer:
     return byte_level()
 
 
+@pytest.fixture(scope="session")
+def backend() -> Backend | None:
+    """None: what the machine takes. Tests that cross backends override it."""
+    return None
+
+
 @pytest.fixture
-def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
+def make_engine(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
     """Engines over the small model, with few buckets so that they compile fast; shut down after the test."""
     engines: list[Engine] = []
 
@@ -65,6 +71,7 @@ def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
             "num_kv_pages": 400,
             "decode_buckets": (),
             "mixed_buckets": (),
+            "backend": backend,
         } | changes
         engine = Engine("small", SPEC, params, tokenizer, EngineConfig(**values))
         engine.compile(progress=False)
