@@ -8,7 +8,8 @@
 namespace jaxcb {
 namespace {
 
-constexpr int64_t kBlock = 128;      // positions
+constexpr int64_t kBlock = 64;       // positions: keys and values of a block fit the first-level cache at D = 64
+constexpr int64_t kAhead = 16;       // positions between a key that is read and the one that is asked for
 constexpr int64_t kTileTokens = 32;  // of a chunk, that share a block's keys and values while these are in the cache
 
 // Keys and values of one layer of the pool [N, L, 2, page_size, K, D].
@@ -61,18 +62,26 @@ void finish(Softmax state, int64_t heads, int64_t head_dim, float* out) {
   }
 }
 
+// Memory that will be read next is asked for ahead, since a page is a short run of bytes anywhere in the pool: keys a
+// few positions on, and the values of the positions at hand.
 template <int R, class T>
-void scores(const Shape& s, const float* q, const T* const* keys, int64_t n, float* out) {
+void scores(const Shape& s, const float* q, const T* const* keys, const T* const* values, int64_t n, float* out) {
   constexpr int C = kAccumulators / R;
   for (int64_t p = 0; p < n; p += C) {
+    for (int64_t i = p; i < std::min(p + C, n); i++) {
+      prefetch(values[i], s.head_dim);
+      if (i + kAhead < n) prefetch(keys[i + kAhead], s.head_dim);
+    }
     const float* x[R];
     const T* w[C];
     for (int r = 0; r < R; r++) x[r] = q + r * s.head_dim;
     for (int c = 0; c < C; c++) w[c] = keys[std::min(p + c, n - 1)];
     float sums[R * C];
     dot_tile<R, C>(x, w, s.head_dim, sums);
-    for (int r = 0; r < R; r++) {
-      for (int64_t c = 0; c < std::min<int64_t>(C, n - p); c++) out[r * kBlock + p + c] = sums[r * C + c];
+    if (p + C <= n) {
+      for (int r = 0; r < R; r++) memcpy(out + r * kBlock + p, sums + r * C, C * sizeof(float));
+    } else {
+      for (int r = 0; r < R; r++) memcpy(out + r * kBlock + p, sums + r * C, (n - p) * sizeof(float));
     }
   }
 }
@@ -86,10 +95,13 @@ void soften(const Shape& s, float* scores, int64_t n, float* peak, float* total)
       store_part(scores + i, mul(tanh(x), all(s.soft_cap)), part);
     }
   }
-  float most = scores[0];
-  for (int64_t i = 1; i < n; i++) most = std::max(most, scores[i]);
-  F32 sums = zero();
+  F32 mosts = all(scores[0]);
   int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) mosts = max(mosts, load(scores + i));
+  float most = largest(mosts);
+  for (; i < n; i++) most = std::max(most, scores[i]);
+  F32 sums = zero();
+  i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     F32 weight = exp(sub(load(scores + i), all(most)));
     store(scores + i, weight);
@@ -144,7 +156,7 @@ template <int R, class T>
 void attend_heads(const Shape& s, const float* q, const T* const* keys, const T* const* values, int64_t n,
                   Softmax block, int64_t head) {
   alignas(64) float weights[R * kBlock];
-  scores<R>(s, q + head * s.head_dim, keys, n, weights);
+  scores<R>(s, q + head * s.head_dim, keys, values, n, weights);
   for (int r = 0; r < R; r++) soften(s, weights + r * kBlock, n, block.peak + head + r, block.total + head + r);
   weigh<R>(s, weights, values, n, block.values + head * s.head_dim);
 }

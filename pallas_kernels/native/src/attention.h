@@ -1,6 +1,6 @@
 // Attention of a ragged batch over pages that are read in place, decodes and chunks alike.
 //
-// A context is cut into blocks of 128 positions. For one token, one KV head and one block the query heads that share it
+// A context is cut into blocks of 64 positions. For one token, one KV head and one block the query heads that share it
 // get scores, softmax weights against the block's own largest score, and a weighted sum of values; blocks are then
 // folded together from first to last. What a token gets depends on nothing else: not on who computes a block, nor on
 // whether the token is a decode or part of a chunk.

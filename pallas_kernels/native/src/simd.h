@@ -152,6 +152,21 @@ inline float sum(F32 a) {
   return out[0];
 }
 
+inline float largest(F32 a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  float most = lanes[0];
+  for (int i = 1; i < kLanes; i++) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+}
+
+// Starts to bring the bytes of a row into the cache.
+template <class T>
+inline void prefetch(const T* row, int64_t size) {
+  const char* begin = reinterpret_cast<const char*>(row);
+  for (int64_t i = 0; i < size * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(begin + i);
+}
+
 // The first n < kLanes numbers at p, zeros after them; nothing past them is touched.
 template <class T>
 inline F32 load_part(const T* p, int n) {
