@@ -34,8 +34,8 @@ class EngineConfig(SchedulingKnobs):
         model: a Hugging Face directory, a hub id, a ``.gguf`` file, an Orbax checkpoint directory written by
             ``python -m jaxcb.weights convert``, or None for the built-in SmolLM2-135M-Instruct.
         revision: branch, tag or commit of a hub id.
-        dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs and on CPUs with AVX512-BF16, float32
-            elsewhere. Products accumulate in float32 in every case.
+        dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs, under the native CPU kernels and on
+            CPUs with AVX512-BF16, float32 elsewhere. Products accumulate in float32 in every case.
         max_model_len: most tokens (prompt and answer) of a sequence. Default: the model's own limit, or what the KV
             cache holds if that is less.
         max_num_seqs: sequences in one step. Default 32 on a CPU, 256 on a GPU.

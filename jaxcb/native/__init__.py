@@ -58,6 +58,11 @@ def choose(config_backend: Backend | None, spec: ModelSpec, dtype: DTypeLike) ->
     return default_backend()
 
 
+def usable(config_backend: Backend | None) -> bool:
+    """Whether an engine with this ``backend`` field can take the native kernels, its model apart."""
+    return asked_for(config_backend) in (None, "native") and jax.default_backend() == "cpu" and not why_not_loaded()
+
+
 def why_not(spec: ModelSpec, dtype: DTypeLike) -> str | None:
     """What of a model the kernels don't take; None if they take it."""
     if spec.head_dim > MAX_HEAD_DIM:
