@@ -13,6 +13,7 @@ from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
 Backend = Literal["xla", "triton", "native"]
+Quantization = Literal["int8"]
 PAGE_SIZES = (8, 16, 32, 64, 128)
 _POSITIVE = (
     "max_model_len",
@@ -36,6 +37,8 @@ class EngineConfig(SchedulingKnobs):
         revision: branch, tag or commit of a hub id.
         dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs, under the native CPU kernels and on
             CPUs with AVX512-BF16, float32 elsewhere. Products accumulate in float32 in every case.
+        quantization: "int8" makes the weights int8 with a scale an output channel when they are loaded; dtype is then
+            that of the embedding and the KV cache. Needs the native backend.
         max_model_len: most tokens (prompt and answer) of a sequence. Default: the model's own limit, or what the KV
             cache holds if that is less.
         max_num_seqs: sequences in one step. Default 32 on a CPU, 256 on a GPU.
@@ -63,6 +66,7 @@ class EngineConfig(SchedulingKnobs):
     model: str | os.PathLike[str] | None = None
     revision: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -88,6 +92,7 @@ class EngineConfig(SchedulingKnobs):
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)
         _choice("dtype", self.dtype, get_args(DType))
+        _choice("quantization", self.quantization, (None, *get_args(Quantization)))
         _choice("backend", self.backend, (None, *get_args(Backend)))
         for name in _POSITIVE:
             if getattr(self, name) is not None:

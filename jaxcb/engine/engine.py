@@ -28,6 +28,7 @@ from jaxcb.text import Tokenizer
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
 from jaxcb.weights.cache import cache_dir
+from jaxcb.weights.quantize import quantize
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class Engine:
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
+        if config.quantization is not None:
+            params = quantize(params)
         limits = limits_of(self.config, spec)
         self._scheduler = Scheduler(limits, spec.eos_token_ids)
         self._runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))

@@ -42,6 +42,7 @@ def apply_layers(
         return functools.partial(
             native.product,
             kernels=[part["kernel"] for part in linear],
+            scales=[part["scale"] for part in linear] if "scale" in linear[0] else None,
             biases=[part["bias"].astype(jnp.float32) for part in linear] if "bias" in linear[0] else None,
             norms=None if norm is None else [layer[norm]["scale"] for layer in layers],
             eps=spec.rms_norm_eps,
@@ -78,9 +79,15 @@ def apply_head(
     spec: ModelSpec, params: Params, hidden: Float[Array, "S E"], num_rows: Int[Array, ""]
 ) -> Float[Array, "S V"]:
     """Logits of the first ``num_rows`` rows; the others are 0."""
-    head = params["embed"]["embedding"] if spec.tie_word_embeddings else params["lm_head"]["kernel"]
-    norm = params["final_norm"]["scale"]
-    return native.product(hidden, [head], norms=[norm], eps=spec.rms_norm_eps, num_rows=num_rows)
+    head = params.get("lm_head", {"kernel": params["embed"]["embedding"]})
+    return native.product(
+        hidden,
+        [head["kernel"]],
+        scales=[head["scale"]] if "scale" in head else None,
+        norms=[params["final_norm"]["scale"]],
+        eps=spec.rms_norm_eps,
+        num_rows=num_rows,
+    )
 
 
 def _stacked(layers: list[Params], name: str) -> Float[Array, "L D"]:

@@ -42,19 +42,22 @@ class StepProgram:
         state = apply_changes(state, batch.change_index, batch.change_page)
         slots = batch.slots[batch.token_rows]
         token_ids = jnp.where(batch.token_ids < 0, state.last_token[slots], batch.token_ids)
-        layers = self._native_layers if self.backend == "native" else self._layers
-        hidden, kv = layers(params, kv, state, batch, token_ids)
+        hidden, kv = self._layers(params, kv, state, batch, token_ids)
         if not self.layout.bucket.decode_only:
             hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        if self.backend == "native":
-            logits = native_models.apply_head(self.spec, params, hidden, jnp.sum(batch.context_lens > 0))
-        else:
-            logits = apply_head(self.spec, params, hidden)
+        logits = self._head(params, hidden, jnp.sum(batch.context_lens > 0))
         return kv, state, logits, self.layout.sample_part(upload)
+
+    def _head(self, params: Params, hidden: Float[Array, "S E"], num_rows: Int[Array, ""]) -> Float[Array, "S V"]:
+        if self.backend == "native":
+            return native_models.apply_head(self.spec, params, hidden, num_rows)
+        return apply_head(self.spec, params, hidden)
 
     def _layers(
         self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
     ) -> tuple[Float[Array, "T E"], KVPages]:
+        if self.backend == "native":
+            return self._native_layers(params, kv, state, batch, token_ids)
         spec, shape = self.spec, kv.shape
         tables = state.block_tables[batch.slots]
         pages = tables[batch.token_rows, batch.positions // self.page_size]

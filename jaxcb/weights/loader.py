@@ -16,6 +16,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.models import families
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
+from jaxcb.weights.quantize import quantize
 from jaxcb.weights.resolve import ModelFiles, resolve
 from jaxcb.weights.safetensors_source import SafetensorsSource
 
@@ -47,9 +48,10 @@ def load(config: EngineConfig) -> LoadedModel:
     dtype = config.dtype
     if dtype == "auto":
         dtype = default_dtype(jax.default_backend(), native=native.usable(config.backend))
-    return LoadedModel(
-        name=files.name, spec=spec, params=load_params(files, spec, jnp.dtype(dtype)), tokenizer=tokenizer
-    )
+    params = load_params(files, spec, jnp.dtype(dtype))
+    if config.quantization is not None:
+        params = quantize(params)
+    return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer)
 
 
 def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat16"]:
