@@ -1,4 +1,4 @@
-"""int8 weights: symmetric, one scale an output channel, made when a model is loaded. The native kernels multiply them."""
+"""int8 weights: symmetric, a scale an output channel, made when a model is loaded; the native kernels multiply them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@
 
 namespace jaxcb {
 
-template <int R, int C, class W>
+//
+// With kPrefetch the columns stream from memory, the next tile's right after this one's: they are asked for meanwhile.
+template <int R, int C, class W, bool kPrefetch = false>
 inline void dot_tile(const float* const (&x_rows)[R], const W* const (&w_rows)[C], int64_t size, float* out) {
   static_assert(R * C % 4 == 0 && R <= 4 && C <= 24);
   const float* x[R];
@@ -25,6 +27,13 @@ inline void dot_tile(const float* const (&x_rows)[R], const W* const (&w_rows)[C
   int64_t end = size / kLanes * kLanes;
   for (int pass = 0; pass < 2; pass++) {  // the second one is over what is left, padded with zeros
     for (int64_t k = 0; k < end; k += kLanes) {
+      if constexpr (kPrefetch) {
+        constexpr int64_t kLine = 64 / sizeof(W);
+        if (k % kLine == 0) {
+#pragma GCC unroll 24
+          for (int c = 0; c < C; c++) __builtin_prefetch(w[c] + k + C * size);
+        }
+      }
       if constexpr (R < C) {  // the shorter side is held in registers beside the sums
         F32 rows[R];
 #pragma GCC unroll 4

@@ -10,7 +10,7 @@ constexpr int64_t kManyRows = 48;  // from here on packing pays
 constexpr int64_t kBlock = 48;     // most columns of an item: 110 KB of float32 at 576 inputs
 
 // Sums of columns [first, last) for R rows from `row` on, into out[row * stride + column - first].
-template <int R, class W>
+template <int R, bool kFirst, class W>
 void some_rows(const Product& p, const W* weights, int64_t row, int64_t first, int64_t last, float* out, int64_t stride) {
   constexpr int C = kAccumulators / R;
   const float* x[R];
@@ -19,7 +19,7 @@ void some_rows(const Product& p, const W* weights, int64_t row, int64_t first, i
     const W* w[C];
     for (int c = 0; c < C; c++) w[c] = weights + std::min<int64_t>(n + c, last - 1) * p.inputs;
     float sums[R * C];
-    dot_tile<R, C>(x, w, p.inputs, sums);
+    dot_tile<R, C, W, kFirst>(x, w, p.inputs, sums);
     size_t bytes = std::min<int64_t>(C, last - n) * sizeof(float);
     for (int r = 0; r < R; r++) memcpy(out + (row + r) * stride + n - first, sums + r * C, bytes);
   }
@@ -61,14 +61,22 @@ void columns_packed(const Product& p, int64_t first, int64_t last, float* out, i
   if (p.rows - row == 1) some_rows_packed<1>(p, panels, row, count, out, stride);
 }
 
+// Few rows: the first ones bring the block's weights into the cache, the others find them there.
+template <bool kFirst, class W>
+void up_to_four_rows(const Product& p, int64_t row, int64_t first, int64_t last, float* out, int64_t stride) {
+  const W* weights = static_cast<const W*>(p.weights);
+  switch (std::min<int64_t>(4, p.rows - row)) {
+    case 1: return some_rows<1, kFirst>(p, weights, row, first, last, out, stride);
+    case 2: return some_rows<2, kFirst>(p, weights, row, first, last, out, stride);
+    case 3: return some_rows<3, kFirst>(p, weights, row, first, last, out, stride);
+    case 4: return some_rows<4, kFirst>(p, weights, row, first, last, out, stride);
+  }
+}
+
 template <class W>
 void columns_in_place(const Product& p, int64_t first, int64_t last, float* out, int64_t stride) {
-  const W* weights = static_cast<const W*>(p.weights);
-  int64_t row = 0;
-  for (; row + 4 <= p.rows; row += 4) some_rows<4>(p, weights, row, first, last, out, stride);
-  if (p.rows - row == 3) some_rows<3>(p, weights, row, first, last, out, stride);
-  if (p.rows - row == 2) some_rows<2>(p, weights, row, first, last, out, stride);
-  if (p.rows - row == 1) some_rows<1>(p, weights, row, first, last, out, stride);
+  up_to_four_rows<true, W>(p, 0, first, last, out, stride);
+  for (int64_t row = 4; row < p.rows; row += 4) up_to_four_rows<false, W>(p, row, first, last, out, stride);
 }
 
 // What follows the sums of columns [first, last): scales, bias, residual.
