@@ -68,21 +68,22 @@ class EngineCore:
     def _collect_prompt_logprobs(self, step: InFlight) -> None:
         """By position: after a preemption the same ones come again."""
         for piece in step.sampled.prompt:
-            pieces = self._prompt_logprobs.setdefault(piece.row.sequence, {})
+            pieces = self._prompt_logprobs.setdefault(piece.sequence, {})
             pieces[piece.first] = piece.wait()
 
     def _add_logprobs(self, step: InFlight, events: list[TokenEvent]) -> None:
         """Put them beside the tokens that they belong to; those of a prompt beside the first one."""
         if step.sampled.logprobs:
             index = {row.sequence: i for i, row in enumerate(step.plan.rows)}
-            for event in events:
+            for i, event in enumerate(events):
                 if event.token_id is not None:
                     sampling = event.sequence.request.sampling
-                    event.logprobs = step.sampled.logprobs_of(index[event.sequence], sampling, event.token_id)
+                    logprobs = step.sampled.logprobs_of(index[event.sequence], sampling, event.token_id)
+                    events[i] = event._replace(logprobs=logprobs)
         if self._prompt_logprobs:
-            for event in events:
+            for i, event in enumerate(events):
                 if (pieces := self._prompt_logprobs.pop(event.sequence, None)) is not None:
-                    event.prompt_logprobs = _in_order(pieces)
+                    events[i] = event._replace(prompt_logprobs=_in_order(pieces))
             self._prompt_logprobs = {
                 sequence: pieces
                 for sequence, pieces in self._prompt_logprobs.items()

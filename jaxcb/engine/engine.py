@@ -29,6 +29,7 @@ from jaxcb.text.words import bad_word_ids, breaker_ids
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
 from jaxcb.weights.cache import cache_dir
+from jaxcb.weights.quantize import quantize
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Engine:
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
+        if config.quantization is not None:
+            params = quantize(params)
         self._scheduler = scheduler_of(self.config, spec)
         self._runner = Runner(
             spec,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
+from jaxcb import native
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
@@ -16,7 +17,7 @@ from jaxcb.scheduler import Scheduler, SchedulerLimits, knob_values
 from jaxcb.scheduler.replay import RecordingScheduler
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
-from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.metadata import Backend
 
 T = TypeVar("T")
 # GPUs pad two and four rows to eight anyway.
@@ -68,7 +69,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
         mixed_buckets=_below(config.mixed_buckets, CPU_MIXED_BUCKETS if on_cpu else GPU_MIXED_BUCKETS, budget),
         num_kv_pages=pages,
         kv_cache_memory_bytes=pages * page_bytes,
-        backend=config.backend or default_backend(),
+        backend=_backend(config, spec, dtype),
     )
 
 
@@ -137,6 +138,17 @@ def buckets_of(config: EngineConfig) -> Buckets:
 
 def _below(asked: tuple[int, ...] | None, default: tuple[int, ...], limit: int) -> tuple[int, ...]:
     return tuple(size for size in (default if asked is None else asked) if size < limit)
+
+
+def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend:
+    backend = native.choose(config.backend, spec, dtype)
+    if config.quantization is not None and backend != "native":
+        raise ConfigError(
+            f"quantization {config.quantization} needs the native CPU backend, this engine has {backend} "
+            "(python -m jaxcb.native says why)",
+            param="quantization",
+        )
+    return backend
 
 
 def backend_of(config: EngineConfig) -> Backend:

@@ -465,7 +465,7 @@ class Scheduler:
 
     def _end(self, events: list[TokenEvent]) -> None:
         """End the last event's sequence if its token is an end token, or the last that fits."""
-        sequence, token_id, _, _ = events[-1]
+        sequence, token_id = events[-1][:2]
         sampling = sequence.request.sampling
         if token_id in sequence.end_ids and sequence.num_generated > sampling.min_tokens:
             stop_id = token_id if token_id in sampling.stop_token_ids else None

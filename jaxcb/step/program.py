@@ -11,12 +11,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcb.models import ModelSpec, apply_head, apply_layers
+from jaxcb.models import native as native_models
 from jaxcb.models.decoder import LayerIndex, Params
 from jaxcb.sampling import Tier, sample
 from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
 from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
 from jaxcb.step.controls import rows_of
-from pallas_kernels import attention_metadata, ragged_paged_attention, write_kv
+from pallas_kernels import attention_metadata, native, ragged_paged_attention, write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend
 
 KVPages = Shaped[Array, "N L 2 page_size K D"]
@@ -53,12 +54,14 @@ class StepProgram:
         last = hidden
         if not self.layout.bucket.decode_only:
             last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        logits = apply_head(self.spec, params, last)
+        logits = _head(self.spec, self.backend, params, last, jnp.sum(batch.context_lens > 0))
         return ForwardResult(kv, state, logits, self.layout.sample_part(upload), None if last is hidden else hidden)
 
     def _layers(
         self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
     ) -> tuple[Float[Array, "T E"], KVPages]:
+        if self.backend == "native":
+            return self._native_layers(params, kv, state, batch, token_ids)
         spec, shape = self.spec, kv.shape
         tables = state.block_tables[batch.slots]
         pages = tables[batch.token_rows, batch.positions // self.page_size]
@@ -90,6 +93,14 @@ class StepProgram:
         flat = kv.reshape(-1, *shape[3:])
         hidden, flat = apply_layers(spec, params, token_ids, batch.positions, flat, attend)
         return hidden, flat.reshape(shape)
+
+    def _native_layers(
+        self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
+    ) -> tuple[Float[Array, "T E"], KVPages]:
+        tables = native.Tables(batch.query_starts, batch.context_lens, state.block_tables[batch.slots])
+        flat = kv.reshape(-1, *kv.shape[3:])
+        hidden, flat = native_models.apply_layers(self.spec, params, token_ids, batch.positions, flat, tables)
+        return hidden, flat.reshape(kv.shape)
 
     def _metadata(self, batch: StepBatch, tables: Int[Array, "S P"], window: int | None) -> AttentionMetadata:
         return attention_metadata(
@@ -135,6 +146,7 @@ def sample_step(
 
 def prompt_logprobs(
     spec: ModelSpec,
+    backend: Backend,
     params: Params,
     hidden: Float[Array, "T E"],
     rows: Int[Array, "R"],
@@ -143,4 +155,14 @@ def prompt_logprobs(
     every: bool,
 ) -> RowLogprobs:
     """Log-probabilities of the tokens that follow some positions of a step."""
-    return row_logprobs(apply_head(spec, params, hidden[rows]), targets, every=every)
+    logits = _head(spec, backend, params, hidden[rows], jnp.int32(rows.shape[0]))
+    return row_logprobs(logits, targets, every=every)
+
+
+def _head(
+    spec: ModelSpec, backend: Backend, params: Params, hidden: Float[Array, "S E"], num_rows: Int[Array, ""]
+) -> Float[Array, "S V"]:
+    """Logits; of the first ``num_rows`` rows at least."""
+    if backend == "native":
+        return native_models.apply_head(spec, params, hidden, num_rows)
+    return apply_head(spec, params, hidden)

@@ -84,7 +84,7 @@ class Runner:
         self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
-        self._samplers = Samplers(spec, controls, logits_dtype, processed=processed_logprobs)
+        self._samplers = Samplers(spec, backend, controls, logits_dtype, processed=processed_logprobs)
         self._change: Compiled | None = None
         self._mover = PageMover(self._kv, shape.num_host_pages, backend)
 

@@ -19,10 +19,12 @@ from jaxcb.models.decoder import Params
 from jaxcb.sampling import Tier
 from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
 from jaxcb.sampling_params import SamplingParams
-from jaxcb.scheduler import PlanRow, StepPlan
+from jaxcb.scheduler import StepPlan
+from jaxcb.scheduler.sequence import Sequence
 from jaxcb.step.batch import SlotState, sample_size, set_controls
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.program import prompt_logprobs, sample_step
+from pallas_kernels.metadata import Backend
 
 Job = tuple[Callable[[], Lowered], Callable[[Compiled], Any]]
 PROMPT_ROWS = 64
@@ -31,16 +33,16 @@ PROMPT_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class PromptPiece:
-    """Log-probabilities of prompt tokens ``first ..`` of a plan's row, on their way to the host."""
+    """Log-probabilities of the tokens after prompt position ``first`` and on, on their way to the host."""
 
-    row: PlanRow
+    sequence: Sequence
     first: int
     token_ids: list[int]
     values: RowLogprobs
 
     def wait(self) -> Logprobs:
         count = len(self.token_ids)
-        sampling = self.row.sequence.request.sampling
+        sampling = self.sequence.request.sampling
         return _on_host(self.values, self.token_ids, slice(0, count), sampling.prompt_logprobs)
 
 
@@ -68,8 +70,11 @@ class Samplers:
         processed: log-probabilities are those after every change of the logits, in place of the model's own.
     """
 
-    def __init__(self, spec: ModelSpec, controls: ControlLayout, logits_dtype: Any, *, processed: bool):
-        self._spec, self._controls, self._dtype, self._processed = spec, controls, logits_dtype, processed
+    def __init__(
+        self, spec: ModelSpec, backend: Backend, controls: ControlLayout, logits_dtype: Any, *, processed: bool
+    ):
+        self._spec, self._backend, self._controls = spec, backend, controls
+        self._dtype, self._processed = logits_dtype, processed
         self._sample: dict[tuple[int, Tier], Compiled] = {}
         self._logprobs: dict[tuple[int, bool], Compiled] = {}
         self._prompt: dict[tuple[int, bool], Compiled] = {}
@@ -96,7 +101,7 @@ class Samplers:
             hidden = array((T, self._spec.hidden_size), self._dtype)
             rows = array((PROMPT_ROWS,), jnp.int32)
             for every in (False, True):
-                program = jax.jit(functools.partial(prompt_logprobs, self._spec, every=every))
+                program = jax.jit(functools.partial(prompt_logprobs, self._spec, self._backend, every=every))
                 yield _job(program, (params, hidden, rows, rows), self._prompt, (T, every))
         setter = jax.jit(functools.partial(set_controls, layout=self._controls), donate_argnums=0)
         slot, row = array((), jnp.int32), array((self._controls.size,), jnp.int32)
@@ -158,7 +163,7 @@ class Samplers:
                     token_ids = list(prompt[start + 1 : start + 1 + count])
                     targets[:count] = token_ids
                     program = self._prompt[hidden.shape[0], wanted < 0]
-                    yield PromptPiece(row, start, token_ids, program(params, hidden, rows, targets))
+                    yield PromptPiece(sequence, start, token_ids, program(params, hidden, rows, targets))
             offset += row.num_tokens
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 import pytest
 
-from jaxcb.config import EngineConfig
+from jaxcb.config import Backend, EngineConfig
 from jaxcb.engine import Engine
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params, init_params
@@ -52,8 +52,14 @@ def tokenizer() -> Tokenizer:
     return byte_level()
 
 
+@pytest.fixture(scope="session")
+def backend() -> Backend | None:
+    """None: what the machine takes. Tests that cross backends override it."""
+    return None
+
+
 @contextlib.contextmanager
-def _engines(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
+def _engines(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
     """Engines over the small model, with few buckets so that they compile fast; shut down at the end."""
     engines: list[Engine] = []
 
@@ -66,6 +72,7 @@ def _engines(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
             "num_kv_pages": 400,
             "decode_buckets": (),
             "mixed_buckets": (),
+            "backend": backend,
         } | changes
         engine = Engine("small", SPEC, params, tokenizer, EngineConfig(**values))
         engine.compile(progress=False)
@@ -80,15 +87,15 @@ def _engines(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
 
 
 @pytest.fixture
-def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
-    with _engines(params, tokenizer) as make:
+def make_engine(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
+    with _engines(params, tokenizer, backend) as make:
         yield make
 
 
 @pytest.fixture(scope="module")
-def make_engines(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
+def make_engines(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
     """Engines that the tests of a module share: one for each set of changes."""
-    with _engines(params, tokenizer) as make:
+    with _engines(params, tokenizer, backend) as make:
         known: dict[tuple[tuple[str, object], ...], Engine] = {}
 
         def shared(**changes: object) -> Engine:
