@@ -39,6 +39,8 @@ class EngineConfig:
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
         seed: folded into the seeds of requests that bring none.
         backend: attention backend; None chooses by platform ("xla" on CPUs, "triton" on GPUs).
+        step_log: a file that gets a line of JSON a step (what it computed, how long it took), from which the simulator
+            calibrates itself: ``jaxcb.sim.StepTimeModel.fit(file)``.
 
     Raises:
         ConfigError: a value can't work; ``.param`` names the field.
@@ -62,6 +64,7 @@ class EngineConfig:
     max_waiting: int | None = None
     seed: int = 0
     backend: Backend | None = None
+    step_log: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):

@@ -3,8 +3,19 @@
 No jax comes in here: the same objects run under the engine and, with a virtual clock, under the simulator.
 """
 
+from jaxcb.scheduler.load import StepLoad, load_of
 from jaxcb.scheduler.plan import PlanRow, StepPlan, TokenEvent
 from jaxcb.scheduler.scheduler import Scheduler, SchedulerLimits
 from jaxcb.scheduler.sequence import Sequence, Status
 
-__all__ = ["PlanRow", "Scheduler", "SchedulerLimits", "Sequence", "Status", "StepPlan", "TokenEvent"]
+__all__ = [
+    "PlanRow",
+    "Scheduler",
+    "SchedulerLimits",
+    "Sequence",
+    "Status",
+    "StepLoad",
+    "StepPlan",
+    "TokenEvent",
+    "load_of",
+]

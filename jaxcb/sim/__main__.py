@@ -22,7 +22,7 @@ from jaxcb.sim.simulator import Simulation
 from jaxcb.sim.sizing import limits_on
 from jaxcb.sim.step_time import StepTimeModel
 from jaxcb.sim.timeline import Timeline
-from jaxcb.sim.trace import make_trace
+from jaxcb.sim.traces import make_trace
 
 _INTERRUPTED = 130
 

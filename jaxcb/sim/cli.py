@@ -8,7 +8,7 @@ import functools
 from jaxcb.config import EngineConfig
 from jaxcb.sim.gpus import GPUS
 from jaxcb.sim.models import MODELS
-from jaxcb.sim.trace import TRACES
+from jaxcb.sim.traces import TRACES
 
 _ENGINE_FLAGS = (
     "max_model_len",

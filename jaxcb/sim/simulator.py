@@ -1,10 +1,9 @@
-"""The real Scheduler under a virtual clock. The device is a step-time model, and its tokens are dummies."""
+"""A trace on one engine: the real Scheduler under a virtual clock."""
 
 from __future__ import annotations
 
 import functools
-from array import array
-from collections import deque
+import heapq
 from collections.abc import Callable
 from collections.abc import Sequence as Array
 
@@ -12,12 +11,11 @@ import numpy as np
 
 from jaxcb.errors import ConfigError, RequestError
 from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan, TokenEvent
+from jaxcb.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
+from jaxcb.sim.replica import DUMMY_TOKEN, Gaps, Replica
 from jaxcb.sim.result import RequestRecord, Result
-from jaxcb.sim.step_time import StepTime, load_of
+from jaxcb.sim.step_time import StepTime
 from jaxcb.sim.trace import TraceRequest
-
-DUMMY_TOKEN = 0
 
 
 def simulate(
@@ -30,6 +28,37 @@ def simulate(
     return simulation.result()
 
 
+class Arrivals:
+    """The requests of a trace in the order in which they come, some only after others have ended.
+
+    Raises:
+        ConfigError: the trace isn't in order, or a request waits for a later one.
+    """
+
+    def __init__(self, trace: Array[TraceRequest]):
+        _check_order(trace)
+        self.trace = trace
+        self._due = [(request.arrival_s, number) for number, request in enumerate(trace) if request.after is None]
+        self._waiting_for: dict[int, list[int]] = {}
+        for number, request in enumerate(trace):
+            if request.after is not None:
+                self._waiting_for.setdefault(request.after, []).append(number)
+
+    @property
+    def next_s(self) -> float:
+        """When the next request comes; infinite if none is due."""
+        return self._due[0][0] if self._due else float("inf")
+
+    def pop(self) -> tuple[float, int]:
+        """Time and number of the next request."""
+        return heapq.heappop(self._due)
+
+    def ended(self, number: int, now_s: float) -> None:
+        """Let those come that waited for ``number`` to end."""
+        for follower in self._waiting_for.pop(number, ()):
+            heapq.heappush(self._due, (now_s + self.trace[follower].arrival_s, follower))
+
+
 class Simulation:
     """A run that is stepped, so that a caller can watch it or stop in the middle.
 
@@ -39,7 +68,8 @@ class Simulation:
             scheduler refuses is marked so and left out.
         step_time: how long a step takes.
         run_ahead: plan step k + 1 while step k runs, as the engine does by default.
-        on_plan: called with each plan and the time at which its step starts on the device.
+        padded: tokens that the device computes for a plan, where they are more than those of the plan (buckets).
+        on_plan: called with each plan, the time at which its step starts on the device, and how long it takes.
 
     Raises:
         ConfigError: the trace isn't in order, or a sequence of ``max_model_len`` tokens doesn't fit the KV pages.
@@ -52,133 +82,100 @@ class Simulation:
         step_time: StepTime,
         *,
         run_ahead: bool = True,
-        on_plan: Callable[[StepPlan, float], None] | None = None,
+        padded: Callable[[StepPlan], int] | None = None,
+        on_plan: Callable[[StepPlan, float, float], None] | None = None,
     ):
-        _check(limits, trace)
-        self.scheduler = Scheduler(limits)
-        self.records = [RequestRecord(*request) for request in trace]
+        check_capacity(limits)
+        self.records = [RequestRecord.of(number, request) for number, request in enumerate(trace)]
         self.num_done = 0
-        """Requests that have finished or were refused."""
-        self.now_s = trace[0].arrival_s if trace else 0.0
-        self._started_s = self.now_s
-        self._step_time = step_time
-        self._on_plan = on_plan
-        self._depth = 1 if run_ahead else 0
-        self._next_arrival = 0
-        self._record_of: dict[Sequence, RequestRecord] = {}
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time at which the step ends
-        self._device_free_s = self.now_s
-        self._gaps_s, self._gap_counts = array("d"), array("q")
-        self._busy_s = self._page_seconds = 0.0
-        self._num_steps = self._num_step_tokens = self._num_rows = self._peak_pages = 0
+        """Requests that have ended or were refused."""
+        self._arrivals = Arrivals(trace)
+        self._gaps = Gaps()
+        self._replica = Replica(
+            limits, step_time, self._gaps, self._ended, run_ahead=run_ahead, padded=padded, on_plan=on_plan
+        )
+        self._replica.now_s = self._started_s = self._arrivals.next_s if trace else 0.0
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._replica.scheduler
+
+    @property
+    def now_s(self) -> float:
+        """The virtual clock."""
+        return self._replica.now_s
 
     def step(self) -> bool:
-        """Launch the next step if one can be planned, and commit the oldest once enough are in flight.
-
-        With nothing to do the clock jumps to the next arrival. Returns False when the trace is done.
-        """
-        self._take_arrivals()
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self._launch(plan)
-        elif not self._in_flight:
-            if self.scheduler.has_requests:
-                raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
-            if self._next_arrival == len(self.records):
+        """One turn of the engine's loop. With nothing to do the clock jumps to the next arrival. Returns False when
+        the trace is done."""
+        replica, arrivals = self._replica, self._arrivals
+        while arrivals.next_s <= replica.next_s:
+            if arrivals.next_s == float("inf"):
                 return False
-            self.now_s = self.records[self._next_arrival].arrival_s
-        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-            self._commit(*self._in_flight.popleft())
+            self._arrive(*arrivals.pop())
+        replica.step()
         return True
 
     def result(self) -> Result:
         """What was done so far."""
-        counters, num_pages = self.scheduler.counters, self.scheduler.pool.num_pages
-        return Result(
-            requests=self.records,
-            duration_s=self.now_s - self._started_s,
-            busy_s=self._busy_s,
-            num_steps=self._num_steps,
-            num_step_tokens=self._num_step_tokens,
-            num_output_tokens=counters.generated_tokens,
-            num_preemptions=counters.preemptions,
-            num_prompt_tokens=counters.prompt_tokens,
-            num_cached_tokens=counters.prompt_tokens_cached,
-            mean_running=self._num_rows / self._num_steps if self._num_steps else 0.0,
-            mean_kv_use=self._page_seconds / (self._busy_s * num_pages) if self._busy_s else 0.0,
-            peak_kv_use=self._peak_pages / num_pages,
-            gaps_s=np.array(self._gaps_s),
-            gap_counts=np.array(self._gap_counts),
-        )
+        return Result.of(self.records, self._gaps, [self._replica], self._replica.now_s - self._started_s)
 
-    def _take_arrivals(self) -> None:
-        while self._next_arrival < len(self.records):
-            record = self.records[self._next_arrival]
-            if record.arrival_s > self.now_s:
-                return
-            self._add(self._next_arrival, record)
-            self._next_arrival += 1
-
-    def _add(self, number: int, record: RequestRecord) -> None:
-        # Prefixes are equal only from the first token on, so a first token of its own keeps a prompt from being shared.
-        prompt = [number, *[DUMMY_TOKEN] * (record.num_prompt_tokens - 1)]
-        sampling = _exactly(record.num_output_tokens)
+    def _arrive(self, arrival_s: float, number: int) -> None:
+        request, record = self._arrivals.trace[number], self.records[number]
+        record.arrival_s = arrival_s
         try:
-            sequence = self.scheduler.add(
-                Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=record.arrival_s)
-            )
+            self._replica.add(request_of(number, request, arrival_s), record, arrival_s, answer_token(request))
         except RequestError:
             record.refused = True
-            self.num_done += 1
-        else:
-            self._record_of[sequence] = record
+            self._done(number, arrival_s)
 
-    def _launch(self, plan: StepPlan) -> None:
-        start_s = max(self.now_s, self._device_free_s)
-        step_s = self._step_time.step_s(load_of(plan))
-        self._device_free_s = start_s + step_s
-        self._in_flight.append((plan, self._device_free_s))
-        pages = self.scheduler.num_live_pages
-        self._num_steps += 1
-        self._num_step_tokens += plan.num_tokens
-        self._num_rows += len(plan.rows)
-        self._busy_s += step_s
-        self._page_seconds += pages * step_s
-        self._peak_pages = max(self._peak_pages, pages)
-        if self._on_plan is not None:
-            self._on_plan(plan, start_s)
-
-    def _commit(self, plan: StepPlan, end_s: float) -> None:
-        """Give each row a dummy token at ``end_s``. Most gaps of a step are equal, so they are stored as one number."""
-        events = self.scheduler.commit(plan, [DUMMY_TOKEN] * len(plan.rows))
-        last_s, self.now_s = self.now_s, end_s
-        num_steady, record_of = 0, self._record_of
-        for event in events:
-            record = record_of[event.sequence]
-            before_s, record.last_token_s = record.last_token_s, end_s
-            if before_s == last_s:
-                num_steady += 1
-            elif before_s is None:
-                record.first_token_s = end_s
-            else:
-                self._add_gaps(end_s - before_s, 1)
-            if event.finish_reason is not None:
-                self._finish(event, record)
-        if num_steady:
-            self._add_gaps(end_s - last_s, num_steady)
-
-    def _add_gaps(self, gap_s: float, count: int) -> None:
-        self._gaps_s.append(gap_s)
-        self._gap_counts.append(count)
-
-    def _finish(self, event: TokenEvent, record: RequestRecord) -> None:
-        sequence = event.sequence
-        del self._record_of[sequence]
-        record.finished_s = self.now_s
-        record.num_generated = sequence.num_generated
-        record.num_preemptions = sequence.num_preemptions
+    def _ended(self, sequence: Sequence, record: RequestRecord) -> None:
+        record.finished_s = self._replica.now_s
         record.num_cached_tokens = sequence.num_cached_tokens
+        self._done(record.number, self._replica.now_s)
+
+    def _done(self, number: int, now_s: float) -> None:
         self.num_done += 1
+        self._arrivals.ended(number, now_s)
+
+
+def request_of(number: int, request: TraceRequest, arrival_s: float) -> Request:
+    """A greedy request whose prompt shares what the trace says, and whose answer has exactly the length it says."""
+    sampling = _exactly(request.num_output_tokens)
+    return Request(
+        request_id=str(number), prompt_token_ids=prompt_tokens(number, request), sampling=sampling, arrival_s=arrival_s
+    )
+
+
+def prompt_tokens(number: int, request: TraceRequest) -> list[int]:
+    """Token ids: odd ones for runs of its content, an even one of its own for the rest. 0 is the dummy answer."""
+    tokens: list[int] = []
+    for run, length in request.content:
+        tokens += [_run_token(run)] * length
+    own = 2 * (number + 1)
+    return tokens + [own] * (request.num_prompt_tokens - len(tokens))
+
+
+def answer_token(request: TraceRequest) -> int:
+    """The token that its answer consists of."""
+    return DUMMY_TOKEN if request.answer is None else _run_token(request.answer)
+
+
+def check_capacity(limits: SchedulerLimits) -> None:
+    """
+    Raises:
+        ConfigError: the pages don't hold a sequence of ``max_model_len`` tokens.
+    """
+    if limits.num_kv_pages * limits.page_size < limits.max_model_len:
+        raise ConfigError(
+            f"max_model_len ({limits.max_model_len}) is more than the KV cache holds: {limits.num_kv_pages} pages of "
+            f"{limits.page_size} tokens",
+            param="max_model_len",
+        )
+
+
+def _run_token(run: int) -> int:
+    return 2 * run + 1
 
 
 @functools.cache
@@ -186,18 +183,20 @@ def _exactly(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
-def _check(limits: SchedulerLimits, trace: Array[TraceRequest]) -> None:
-    capacity = limits.num_kv_pages * limits.page_size
-    if capacity < limits.max_model_len:
-        raise ConfigError(
-            f"max_model_len ({limits.max_model_len}) is more than the KV cache holds: {limits.num_kv_pages} pages of "
-            f"{limits.page_size} tokens",
-            param="max_model_len",
-        )
-    for number in range(1, len(trace)):
-        if trace[number].arrival_s < trace[number - 1].arrival_s:
+def _check_order(trace: Array[TraceRequest]) -> None:
+    last_s, last = -np.inf, 0
+    for number, request in enumerate(trace):
+        if request.after is not None:
+            if not 0 <= request.after < number:
+                raise ConfigError(
+                    f"request {number} of the trace comes after request {request.after}, which must be an earlier one",
+                    param="trace",
+                )
+            continue
+        if request.arrival_s < last_s:
             raise ConfigError(
-                f"a trace must be in the order of arrivals: request {number} arrives at {trace[number].arrival_s} s, "
-                f"the one before it at {trace[number - 1].arrival_s} s",
+                f"a trace must be in the order of arrivals: request {number} arrives at {request.arrival_s} s, "
+                f"request {last} before it at {last_s} s",
                 param="trace",
             )
+        last_s, last = request.arrival_s, number

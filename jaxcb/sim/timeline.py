@@ -28,7 +28,7 @@ class Timeline:
         self._starts_s: list[float] = []
         self._cells: dict[int, dict[int, str]] = {}  # request -> step -> letter
 
-    def add(self, plan: StepPlan, start_s: float) -> None:
+    def add(self, plan: StepPlan, start_s: float, _step_s: float) -> None:
         """Note a step that starts at ``start_s``."""
         if self.num_steps < self.max_steps:
             for row in plan.rows:

@@ -1,0 +1,153 @@
+"""One engine of a simulation: a real Scheduler whose device is a step-time model and whose tokens are dummies."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable
+
+from jaxcb.request import Request
+from jaxcb.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan, load_of
+from jaxcb.sim.result import RequestRecord
+from jaxcb.sim.step_time import StepTime
+
+DUMMY_TOKEN = 0
+
+OnEnd = Callable[[Sequence, RequestRecord], None]
+
+
+class Gaps:
+    """Times between the tokens of a request; most of a step's are equal, so they are stored with a count."""
+
+    def __init__(self) -> None:
+        self.seconds, self.counts = array("d"), array("q")
+
+    def add(self, gap_s: float, count: int) -> None:
+        """Note ``count`` equal gaps."""
+        self.seconds.append(gap_s)
+        self.counts.append(count)
+
+
+class Usage:
+    """What the steps of a replica came to."""
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_step_tokens = self.num_rows = self.peak_pages = 0
+        self.busy_s = self.page_seconds = 0.0
+
+
+class Replica:
+    """Stepped by a Simulation, which owns the requests.
+
+    Arguments:
+        limits: what the scheduler may use.
+        step_time: how long a step takes.
+        gaps: where gaps between tokens are noted.
+        on_end: called when a sequence has ended, with its record; ``now_s`` is the time.
+        run_ahead: plan step k + 1 while step k runs, as the engine does by default.
+        padded: tokens that the device computes for a plan, where they are more than those of the plan.
+        on_plan: called with each plan, the time at which its step starts on the device, and how long it takes.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        step_time: StepTime,
+        gaps: Gaps,
+        on_end: OnEnd,
+        *,
+        run_ahead: bool = True,
+        padded: Callable[[StepPlan], int] | None = None,
+        on_plan: Callable[[StepPlan, float, float], None] | None = None,
+    ):
+        self.scheduler = Scheduler(limits)
+        self.now_s = 0.0
+        self.usage = Usage()
+        self._step_time, self._gaps, self._on_end = step_time, gaps, on_end
+        self._padded, self._on_plan = padded, on_plan
+        self._depth = 1 if run_ahead else 0
+        self._record_of: dict[Sequence, RequestRecord] = {}
+        self._answer_of: dict[Sequence, int] = {}  # of those whose tokens matter to a later prompt
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time at which the step ends
+        self._device_free_s = 0.0
+
+    @property
+    def next_s(self) -> float:
+        """The time of its next decision; infinite while it has nothing to do."""
+        return self.now_s if self._in_flight or self.scheduler.has_requests else math.inf
+
+    def add(self, request: Request, record: RequestRecord, now_s: float, answer_token: int = DUMMY_TOKEN) -> Sequence:
+        """Queue a request that comes at ``now_s``; each token of its answer will be ``answer_token``.
+
+        Raises:
+            RequestError: it can never run here. Nothing is kept of it.
+        """
+        idle = self.next_s == math.inf
+        sequence = self.scheduler.add(request)
+        if idle:
+            self.now_s = max(self.now_s, now_s)
+        self._record_of[sequence] = record
+        if answer_token != DUMMY_TOKEN:
+            self._answer_of[sequence] = answer_token
+        return sequence
+
+    def step(self) -> None:
+        """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._launch(plan)
+        elif not self._in_flight:
+            raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
+        if plan is None or len(self._in_flight) > self._depth:
+            self._commit(*self._in_flight.popleft())
+
+    def _launch(self, plan: StepPlan) -> None:
+        start_s = max(self.now_s, self._device_free_s)
+        load = load_of(plan)
+        if self._padded is not None:
+            load = load._replace(num_tokens=self._padded(plan))
+        step_s = self._step_time.step_s(load)
+        self._device_free_s = start_s + step_s
+        self._in_flight.append((plan, self._device_free_s))
+        pages, usage = self.scheduler.num_live_pages, self.usage
+        usage.num_steps += 1
+        usage.num_step_tokens += plan.num_tokens
+        usage.num_rows += len(plan.rows)
+        usage.busy_s += step_s
+        usage.page_seconds += pages * step_s
+        usage.peak_pages = max(usage.peak_pages, pages)
+        if self._on_plan is not None:
+            self._on_plan(plan, start_s, step_s)
+
+    def _commit(self, plan: StepPlan, end_s: float) -> None:
+        """Give each row its token at ``end_s``. This runs for every token that is generated."""
+        events = self.scheduler.commit(plan, self._tokens(plan))
+        last_s, self.now_s = self.now_s, end_s
+        num_steady, record_of = 0, self._record_of
+        for event in events:
+            record = record_of[event.sequence]
+            before_s, record.last_token_s = record.last_token_s, end_s
+            if before_s == last_s:
+                num_steady += 1
+            elif before_s is None:
+                record.first_token_s = end_s
+            else:
+                self._gaps.add(end_s - before_s, 1)
+            if event.finish_reason is not None:
+                self._end(event.sequence, record)
+        if num_steady:
+            self._gaps.add(end_s - last_s, num_steady)
+
+    def _tokens(self, plan: StepPlan) -> list[int]:
+        if not self._answer_of:
+            return [DUMMY_TOKEN] * len(plan.rows)
+        answer_of = self._answer_of
+        return [answer_of.get(row.sequence, DUMMY_TOKEN) for row in plan.rows]
+
+    def _end(self, sequence: Sequence, record: RequestRecord) -> None:
+        del self._record_of[sequence]
+        self._answer_of.pop(sequence, None)
+        record.num_preemptions += sequence.num_preemptions
+        record.num_generated += sequence.num_generated
+        self._on_end(sequence, record)
