@@ -61,6 +61,10 @@ class Lognormal:
         """The distribution with these percentiles; 1.2816 standard deviations lie between the two."""
         return cls(math.log(p50), math.log(p90 / p50) / 1.2815515655446004)
 
+    @property
+    def mean(self) -> float:
+        return math.exp(self.mu + self.sigma**2 / 2)
+
     def draw(self, count: int, random: np.random.Generator) -> list[int]:
         """``count`` lengths, each at least 1."""
         return np.maximum(np.rint(random.lognormal(self.mu, self.sigma, count)), 1).astype(int).tolist()
