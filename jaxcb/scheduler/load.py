@@ -26,9 +26,9 @@ class StepLoad(NamedTuple):
 
 def load_of(plan: StepPlan) -> StepLoad:
     """What a planned step has to compute."""
-    decodes = plan.rows[: plan.num_decodes]
-    kv_tokens = num_pairs = len(decodes) + sum([row.start for row in decodes])
-    for row in plan.rows[plan.num_decodes :]:
+    num_single = plan.num_decodes  # of one token: the many, so they are summed fast
+    kv_tokens = num_pairs = num_single + sum([row.start for row in plan.rows[:num_single]])
+    for row in plan.rows[num_single:]:
         kv_tokens += row.context_len
         num_pairs += row.num_tokens * (2 * row.start + row.num_tokens + 1) // 2
     return StepLoad(plan.num_tokens, kv_tokens, num_pairs)

@@ -7,8 +7,9 @@ from jaxcb.scheduler import StepLoad
 from jaxcb.sim.gpus import GPUS, Gpu
 from jaxcb.sim.loaders import load_trace
 from jaxcb.sim.models import MODELS, Model, ModelShape
+from jaxcb.sim.replica import ReplicaSpec
 from jaxcb.sim.result import Distribution, RequestRecord, Result
-from jaxcb.sim.simulator import Simulation, simulate
+from jaxcb.sim.simulator import Simulation, one_engine, simulate
 from jaxcb.sim.sizing import limits_on
 from jaxcb.sim.step_time import LinearStepTime, StepTime, StepTimeModel
 from jaxcb.sim.trace import TraceRequest
@@ -23,6 +24,7 @@ __all__ = [
     "LinearStepTime",
     "Model",
     "ModelShape",
+    "ReplicaSpec",
     "RequestRecord",
     "Result",
     "Simulation",
@@ -33,5 +35,6 @@ __all__ = [
     "limits_on",
     "load_trace",
     "make_trace",
+    "one_engine",
     "simulate",
 ]

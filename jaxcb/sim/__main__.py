@@ -18,7 +18,7 @@ from jaxcb.sim.cli import engine_config, parse
 from jaxcb.sim.gpus import GPUS
 from jaxcb.sim.models import MODELS
 from jaxcb.sim.report import COMPARISON_HEADER, comparison_row, limits_line, result_table
-from jaxcb.sim.simulator import Simulation
+from jaxcb.sim.simulator import Simulation, one_engine
 from jaxcb.sim.sizing import limits_on
 from jaxcb.sim.step_time import StepTimeModel
 from jaxcb.sim.timeline import Timeline
@@ -52,7 +52,7 @@ def _reference(options: argparse.Namespace) -> int:
     textbook = reference.continuous(trace)
     print(comparison_row("continuous, textbook", textbook), flush=True)
     for run_ahead in (False, True):
-        simulation = Simulation(limits, trace, time_model, run_ahead=run_ahead)
+        simulation = one_engine(limits, trace, time_model, run_ahead=run_ahead)
         done = _drive(simulation, progress=options.progress)
         totals = reference.totals_of(simulation.result())
         name = f"jaxcb, run-ahead {'on' if run_ahead else 'off'}"
@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
     limits = limits_on(gpu, model, config)
     trace = make_trace(options.trace, options.num_requests, rate=options.rate, seed=options.seed)
     timeline = Timeline(max_steps=_timeline_columns()) if options.timeline else None
-    simulation = Simulation(
+    simulation = one_engine(
         limits,
         trace,
         StepTimeModel.of(model, gpu),

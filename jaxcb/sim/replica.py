@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
 from collections import deque
@@ -9,12 +10,31 @@ from collections.abc import Callable
 
 from jaxcb.request import Request
 from jaxcb.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan, load_of
+from jaxcb.sim.arrivals import DUMMY_TOKEN
 from jaxcb.sim.result import RequestRecord
 from jaxcb.sim.step_time import StepTime
 
-DUMMY_TOKEN = 0
+OnPlan = Callable[[StepPlan, float, float], None]
+Padding = Callable[[StepPlan], int]
 
-OnEnd = Callable[[Sequence, RequestRecord], None]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaSpec:
+    """What an engine is made of.
+
+    Arguments:
+        limits: what the scheduler may use.
+        step_time: how long a step takes.
+        run_ahead: plan step k + 1 while step k runs, as the engine does by default.
+        padding: tokens that the device computes for a plan, where they are more than the plan's (compiled sizes, say).
+        on_plan: called with each plan, the time at which its step starts on the device, and how long it takes.
+    """
+
+    limits: SchedulerLimits
+    step_time: StepTime
+    run_ahead: bool = True
+    padding: Padding | None = None
+    on_plan: OnPlan | None = None
 
 
 class Gaps:
@@ -35,49 +55,51 @@ class Usage:
     def __init__(self) -> None:
         self.num_steps = self.num_step_tokens = self.num_rows = self.peak_pages = 0
         self.busy_s = self.page_seconds = 0.0
+        self.held_token_seconds = self.live_token_seconds = 0.0
+        """KV positions of the pages that are held, and those that hold something, over steps of every sequence."""
 
 
 class Replica:
     """Stepped by a Simulation, which owns the requests.
 
-    Arguments:
-        limits: what the scheduler may use.
-        step_time: how long a step takes.
-        gaps: where gaps between tokens are noted.
-        on_end: called when a sequence has ended, with its record; ``now_s`` is the time.
-        run_ahead: plan step k + 1 while step k runs, as the engine does by default.
-        padded: tokens that the device computes for a plan, where they are more than those of the plan.
-        on_plan: called with each plan, the time at which its step starts on the device, and how long it takes.
+    ``on_end`` is called when a sequence has ended, at ``now_s``; gaps between tokens go to ``gaps``.
     """
 
     def __init__(
         self,
-        limits: SchedulerLimits,
-        step_time: StepTime,
+        spec: ReplicaSpec,
         gaps: Gaps,
-        on_end: OnEnd,
-        *,
-        run_ahead: bool = True,
-        padded: Callable[[StepPlan], int] | None = None,
-        on_plan: Callable[[StepPlan, float, float], None] | None = None,
+        now_s: float,
+        on_end: Callable[[Replica, Sequence, RequestRecord], None],
     ):
-        self.scheduler = Scheduler(limits)
-        self.now_s = 0.0
+        self.scheduler = Scheduler(spec.limits)
+        self.now_s = now_s
         self.usage = Usage()
-        self._step_time, self._gaps, self._on_end = step_time, gaps, on_end
-        self._padded, self._on_plan = padded, on_plan
-        self._depth = 1 if run_ahead else 0
+        self.num_open_tokens = 0
+        """Prompt and answer tokens of the requests that are here."""
+        self.last_step_s = 0.0
+        self._spec, self._gaps, self._on_end = spec, gaps, on_end
+        self._depth = 1 if spec.run_ahead else 0
         self._record_of: dict[Sequence, RequestRecord] = {}
         self._answer_of: dict[Sequence, int] = {}  # of those whose tokens matter to a later prompt
         self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time at which the step ends
-        self._device_free_s = 0.0
+        self._device_free_s = now_s
+
+    @property
+    def step_time(self) -> StepTime:
+        return self._spec.step_time
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are here."""
+        return len(self._record_of)
 
     @property
     def next_s(self) -> float:
         """The time of its next decision; infinite while it has nothing to do."""
         return self.now_s if self._in_flight or self.scheduler.has_requests else math.inf
 
-    def add(self, request: Request, record: RequestRecord, now_s: float, answer_token: int = DUMMY_TOKEN) -> Sequence:
+    def add(self, request: Request, record: RequestRecord, now_s: float, answer_token: int = DUMMY_TOKEN) -> None:
         """Queue a request that comes at ``now_s``; each token of its answer will be ``answer_token``.
 
         Raises:
@@ -88,9 +110,9 @@ class Replica:
         if idle:
             self.now_s = max(self.now_s, now_s)
         self._record_of[sequence] = record
+        self.num_open_tokens += _num_tokens(request)
         if answer_token != DUMMY_TOKEN:
             self._answer_of[sequence] = answer_token
-        return sequence
 
     def step(self) -> None:
         """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""
@@ -103,22 +125,30 @@ class Replica:
             self._commit(*self._in_flight.popleft())
 
     def _launch(self, plan: StepPlan) -> None:
+        spec, usage = self._spec, self.usage
         start_s = max(self.now_s, self._device_free_s)
         load = load_of(plan)
-        if self._padded is not None:
-            load = load._replace(num_tokens=self._padded(plan))
-        step_s = self._step_time.step_s(load)
+        if spec.padding is None:
+            step_s = spec.step_time.step_s(load)
+        else:
+            step_s = spec.step_time.step_s(load._replace(num_tokens=spec.padding(plan)))
+        if getattr(plan, "moves", None):
+            step_s += (len(plan.moves.out) + len(plan.moves.into)) * spec.limits.host_page_s
+        self.last_step_s = step_s
         self._device_free_s = start_s + step_s
         self._in_flight.append((plan, self._device_free_s))
-        pages, usage = self.scheduler.num_live_pages, self.usage
+        pages = self.scheduler.num_live_pages
         usage.num_steps += 1
         usage.num_step_tokens += plan.num_tokens
         usage.num_rows += len(plan.rows)
         usage.busy_s += step_s
         usage.page_seconds += pages * step_s
+        if len(plan.rows) == self.scheduler.num_running:
+            usage.held_token_seconds += pages * spec.limits.page_size * step_s
+            usage.live_token_seconds += load.kv_tokens * step_s
         usage.peak_pages = max(usage.peak_pages, pages)
-        if self._on_plan is not None:
-            self._on_plan(plan, start_s, step_s)
+        if spec.on_plan is not None:
+            spec.on_plan(plan, start_s, step_s)
 
     def _commit(self, plan: StepPlan, end_s: float) -> None:
         """Give each row its token at ``end_s``. This runs for every token that is generated."""
@@ -148,6 +178,12 @@ class Replica:
     def _end(self, sequence: Sequence, record: RequestRecord) -> None:
         del self._record_of[sequence]
         self._answer_of.pop(sequence, None)
+        self.num_open_tokens -= _num_tokens(sequence.request)
         record.num_preemptions += sequence.num_preemptions
         record.num_generated += sequence.num_generated
-        self._on_end(sequence, record)
+        record.num_cached_tokens = max(record.num_cached_tokens, sequence.num_cached_tokens)
+        self._on_end(self, sequence, record)
+
+
+def _num_tokens(request: Request) -> int:
+    return len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)

@@ -113,6 +113,8 @@ class Result:
     mean_kv_use: float
     """Part of the pages held for requests, averaged over the busy time."""
     peak_kv_use: float
+    kv_waste: float
+    """Part of the held positions that hold no token: page ends, and what is reserved for later."""
     gaps_s: Float[np.ndarray, "N"]
     gap_counts: Int[np.ndarray, "N"]
 
@@ -123,6 +125,8 @@ class Result:
         usages = [replica.usage for replica in replicas]
         pools = [replica.scheduler.pool.num_pages for replica in replicas]
         busy_s, num_steps = sum(usage.busy_s for usage in usages), sum(usage.num_steps for usage in usages)
+        held = sum(usage.held_token_seconds for usage in usages)
+        live = sum(usage.live_token_seconds for usage in usages)
         page_seconds = sum(usage.busy_s * pages for usage, pages in zip(usages, pools, strict=True))
         return cls(
             requests=requests,
@@ -137,6 +141,7 @@ class Result:
             mean_running=sum(usage.num_rows for usage in usages) / num_steps if num_steps else 0.0,
             mean_kv_use=sum(usage.page_seconds for usage in usages) / page_seconds if page_seconds else 0.0,
             peak_kv_use=max(usage.peak_pages / pages for usage, pages in zip(usages, pools, strict=True)),
+            kv_waste=max(1 - live / held, 0.0) if held else 0.0,
             gaps_s=np.array(gaps.seconds),
             gap_counts=np.array(gaps.counts),
         )

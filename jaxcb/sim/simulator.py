@@ -1,202 +1,178 @@
-"""A trace on one engine: the real Scheduler under a virtual clock."""
+"""A trace on one engine or on many: real Schedulers under one virtual clock.
+
+Each replica has its own clock, the time of its next decision. The one that is furthest behind goes next, after all
+events up to its time: whatever it decides, it knows all that has happened by then, and nothing that happens later.
+"""
 
 from __future__ import annotations
 
-import functools
 import heapq
+import itertools
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Array
-
-import numpy as np
+from typing import Protocol
 
 from jaxcb.errors import ConfigError, RequestError
-from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
-from jaxcb.sim.replica import DUMMY_TOKEN, Gaps, Replica
+from jaxcb.request import Request
+from jaxcb.scheduler import Scheduler, SchedulerLimits, Sequence
+from jaxcb.sim.arrivals import Arrivals, answer_token, request_of
+from jaxcb.sim.replica import Gaps, OnPlan, Padding, Replica, ReplicaSpec
 from jaxcb.sim.result import RequestRecord, Result
 from jaxcb.sim.step_time import StepTime
 from jaxcb.sim.trace import TraceRequest
 
 
-def simulate(
-    limits: SchedulerLimits, trace: Array[TraceRequest], step_time: StepTime, *, run_ahead: bool = True
-) -> Result:
-    """Run a trace to its end. Arguments as for :class:`Simulation`."""
-    simulation = Simulation(limits, trace, step_time, run_ahead=run_ahead)
-    while simulation.step():
-        pass
-    return simulation.result()
+class Placement(Protocol):
+    """Which replica does what. The simulation calls it; it calls the simulation's methods."""
+
+    def arrived(self, simulation: Simulation, number: int, now_s: float) -> None:
+        """Request ``number`` has come: hand it to a replica, or turn it away."""
+
+    def ended(self, simulation: Simulation, replica: Replica, sequence: Sequence, record: RequestRecord) -> None:
+        """A sequence has ended on a replica, at its ``now_s``: the request is done, or goes on elsewhere."""
 
 
-class Arrivals:
-    """The requests of a trace in the order in which they come, some only after others have ended.
+class Spread:
+    """Equal replicas; a request goes to the one with the fewest tokens before it."""
 
-    Raises:
-        ConfigError: the trace isn't in order, or a request waits for a later one.
-    """
+    def arrived(self, simulation: Simulation, number: int, now_s: float) -> None:
+        replicas = simulation.replicas
+        replica = replicas[0] if len(replicas) == 1 else min(replicas, key=lambda replica: replica.num_open_tokens)
+        simulation.submit(replica, number, now_s)
 
-    def __init__(self, trace: Array[TraceRequest]):
-        _check_order(trace)
-        self.trace = trace
-        self._due = [(request.arrival_s, number) for number, request in enumerate(trace) if request.after is None]
-        self._waiting_for: dict[int, list[int]] = {}
-        for number, request in enumerate(trace):
-            if request.after is not None:
-                self._waiting_for.setdefault(request.after, []).append(number)
-
-    @property
-    def next_s(self) -> float:
-        """When the next request comes; infinite if none is due."""
-        return self._due[0][0] if self._due else float("inf")
-
-    def pop(self) -> tuple[float, int]:
-        """Time and number of the next request."""
-        return heapq.heappop(self._due)
-
-    def ended(self, number: int, now_s: float) -> None:
-        """Let those come that waited for ``number`` to end."""
-        for follower in self._waiting_for.pop(number, ()):
-            heapq.heappush(self._due, (now_s + self.trace[follower].arrival_s, follower))
+    def ended(self, simulation: Simulation, replica: Replica, sequence: Sequence, record: RequestRecord) -> None:
+        simulation.finished(record, replica.now_s)
 
 
 class Simulation:
     """A run that is stepped, so that a caller can watch it or stop in the middle.
 
     Arguments:
-        limits: what the scheduler may use.
+        specs: the replicas.
         trace: requests in the order of their arrivals. Each gets exactly the output length it asks for; one that the
             scheduler refuses is marked so and left out.
-        step_time: how long a step takes.
-        run_ahead: plan step k + 1 while step k runs, as the engine does by default.
-        padded: tokens that the device computes for a plan, where they are more than those of the plan (buckets).
-        on_plan: called with each plan, the time at which its step starts on the device, and how long it takes.
+        placement: which replica does what; default: any does all.
 
     Raises:
         ConfigError: the trace isn't in order, or a sequence of ``max_model_len`` tokens doesn't fit the KV pages.
     """
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        trace: Array[TraceRequest],
-        step_time: StepTime,
-        *,
-        run_ahead: bool = True,
-        padded: Callable[[StepPlan], int] | None = None,
-        on_plan: Callable[[StepPlan, float, float], None] | None = None,
-    ):
-        check_capacity(limits)
+    def __init__(self, specs: Array[ReplicaSpec], trace: Array[TraceRequest], placement: Placement | None = None):
+        for spec in specs:
+            _check_capacity(spec.limits)
         self.records = [RequestRecord.of(number, request) for number, request in enumerate(trace)]
+        self.trace = trace
         self.num_done = 0
-        """Requests that have ended or were refused."""
+        """Requests that have ended, were refused or turned away."""
+        self._placement: Placement = placement or Spread()
         self._arrivals = Arrivals(trace)
         self._gaps = Gaps()
-        self._replica = Replica(
-            limits, step_time, self._gaps, self._ended, run_ahead=run_ahead, padded=padded, on_plan=on_plan
-        )
-        self._replica.now_s = self._started_s = self._arrivals.next_s if trace else 0.0
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._event_numbers = itertools.count()
+        self._started_s = self._arrivals.next_s if trace else 0.0
+        self.replicas = [Replica(spec, self._gaps, self._started_s, self._ended) for spec in specs]
 
     @property
     def scheduler(self) -> Scheduler:
-        return self._replica.scheduler
+        """Of the first replica."""
+        return self.replicas[0].scheduler
 
     @property
     def now_s(self) -> float:
-        """The virtual clock."""
-        return self._replica.now_s
+        """The virtual clock: the latest time that any replica has reached."""
+        return max(replica.now_s for replica in self.replicas)
 
     def step(self) -> bool:
-        """One turn of the engine's loop. With nothing to do the clock jumps to the next arrival. Returns False when
-        the trace is done."""
-        replica, arrivals = self._replica, self._arrivals
-        while arrivals.next_s <= replica.next_s:
-            if arrivals.next_s == float("inf"):
-                return False
-            self._arrive(*arrivals.pop())
+        """Let one replica make its next step, after everything that happens before it. Returns False when the trace is
+        done."""
+        while True:
+            replica = self.replicas[0] if len(self.replicas) == 1 else min(self.replicas, key=_next_s)
+            arrival_s, event_s = self._arrivals.next_s, self._events[0][0] if self._events else math.inf
+            if min(arrival_s, event_s) > replica.next_s or (arrival_s == event_s == math.inf):
+                break
+            if event_s <= arrival_s:
+                at_s, _, action = heapq.heappop(self._events)
+                action(at_s)
+            else:
+                arrived_s, number = self._arrivals.pop()
+                self.records[number].arrival_s = arrived_s
+                self._placement.arrived(self, number, arrived_s)
+        if replica.next_s == math.inf:
+            return False
         replica.step()
         return True
 
     def result(self) -> Result:
         """What was done so far."""
-        return Result.of(self.records, self._gaps, [self._replica], self._replica.now_s - self._started_s)
+        return Result.of(self.records, self._gaps, self.replicas, self.now_s - self._started_s)
 
-    def _arrive(self, arrival_s: float, number: int) -> None:
-        request, record = self._arrivals.trace[number], self.records[number]
-        record.arrival_s = arrival_s
+    # ------------------------------------------------------------------ for placements
+
+    def at(self, time_s: float, action: Callable[[float], None]) -> None:
+        """Call ``action(time_s)`` at that time."""
+        heapq.heappush(self._events, (time_s, next(self._event_numbers), action))
+
+    def submit(self, replica: Replica, number: int, now_s: float, request: Request | None = None) -> None:
+        """Queue request ``number`` on a replica, or what is left of it (``request``)."""
+        asked_for, record = self.trace[number], self.records[number]
+        request = request or request_of(number, asked_for, record.arrival_s)
         try:
-            self._replica.add(request_of(number, request, arrival_s), record, arrival_s, answer_token(request))
+            replica.add(request, record, now_s, answer_token(asked_for))
         except RequestError:
             record.refused = True
-            self._done(number, arrival_s)
+            self._done(record, now_s)
 
-    def _ended(self, sequence: Sequence, record: RequestRecord) -> None:
-        record.finished_s = self._replica.now_s
-        record.num_cached_tokens = sequence.num_cached_tokens
-        self._done(record.number, self._replica.now_s)
+    def reject(self, record: RequestRecord, now_s: float) -> None:
+        """Turn a request away."""
+        record.rejected = True
+        self._done(record, now_s)
 
-    def _done(self, number: int, now_s: float) -> None:
+    def finished(self, record: RequestRecord, now_s: float) -> None:
+        """The last token of a request is there."""
+        record.finished_s = now_s
+        self._done(record, now_s)
+
+    def _done(self, record: RequestRecord, now_s: float) -> None:
         self.num_done += 1
-        self._arrivals.ended(number, now_s)
+        self._arrivals.ended(record.number, now_s)
+
+    def _ended(self, replica: Replica, sequence: Sequence, record: RequestRecord) -> None:
+        self._placement.ended(self, replica, sequence, record)
 
 
-def request_of(number: int, request: TraceRequest, arrival_s: float) -> Request:
-    """A greedy request whose prompt shares what the trace says, and whose answer has exactly the length it says."""
-    sampling = _exactly(request.num_output_tokens)
-    return Request(
-        request_id=str(number), prompt_token_ids=prompt_tokens(number, request), sampling=sampling, arrival_s=arrival_s
-    )
+def one_engine(
+    limits: SchedulerLimits,
+    trace: Array[TraceRequest],
+    step_time: StepTime,
+    *,
+    run_ahead: bool = True,
+    padding: Padding | None = None,
+    on_plan: OnPlan | None = None,
+) -> Simulation:
+    """A simulation of one engine; arguments as for :class:`Simulation` and :class:`ReplicaSpec`."""
+    spec = ReplicaSpec(limits=limits, step_time=step_time, run_ahead=run_ahead, padding=padding, on_plan=on_plan)
+    return Simulation([spec], trace)
 
 
-def prompt_tokens(number: int, request: TraceRequest) -> list[int]:
-    """Token ids: odd ones for runs of its content, an even one of its own for the rest. 0 is the dummy answer."""
-    tokens: list[int] = []
-    for run, length in request.content:
-        tokens += [_run_token(run)] * length
-    own = 2 * (number + 1)
-    return tokens + [own] * (request.num_prompt_tokens - len(tokens))
+def simulate(
+    limits: SchedulerLimits, trace: Array[TraceRequest], step_time: StepTime, *, run_ahead: bool = True
+) -> Result:
+    """Run a trace on one engine to its end."""
+    simulation = one_engine(limits, trace, step_time, run_ahead=run_ahead)
+    while simulation.step():
+        pass
+    return simulation.result()
 
 
-def answer_token(request: TraceRequest) -> int:
-    """The token that its answer consists of."""
-    return DUMMY_TOKEN if request.answer is None else _run_token(request.answer)
+def _next_s(replica: Replica) -> float:
+    return replica.next_s
 
 
-def check_capacity(limits: SchedulerLimits) -> None:
-    """
-    Raises:
-        ConfigError: the pages don't hold a sequence of ``max_model_len`` tokens.
-    """
+def _check_capacity(limits: SchedulerLimits) -> None:
     if limits.num_kv_pages * limits.page_size < limits.max_model_len:
         raise ConfigError(
             f"max_model_len ({limits.max_model_len}) is more than the KV cache holds: {limits.num_kv_pages} pages of "
             f"{limits.page_size} tokens",
             param="max_model_len",
         )
-
-
-def _run_token(run: int) -> int:
-    return 2 * run + 1
-
-
-@functools.cache
-def _exactly(num_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-
-
-def _check_order(trace: Array[TraceRequest]) -> None:
-    last_s, last = -np.inf, 0
-    for number, request in enumerate(trace):
-        if request.after is not None:
-            if not 0 <= request.after < number:
-                raise ConfigError(
-                    f"request {number} of the trace comes after request {request.after}, which must be an earlier one",
-                    param="trace",
-                )
-            continue
-        if request.arrival_s < last_s:
-            raise ConfigError(
-                f"a trace must be in the order of arrivals: request {number} arrives at {request.arrival_s} s, "
-                f"request {last} before it at {last_s} s",
-                param="trace",
-            )
-        last_s, last = request.arrival_s, number

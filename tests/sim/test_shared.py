@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxcb.errors import ConfigError
-from jaxcb.sim import LinearStepTime, Simulation, TraceRequest, make_trace, simulate
+from jaxcb.sim import LinearStepTime, TraceRequest, make_trace, one_engine, simulate
 from tests.sim.runs import MS, limits
 
 ROOMY = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 4096, "num_kv_pages": 4096}
@@ -78,7 +78,7 @@ def test_bursts_come_together():
 
 
 def test_in_a_closed_loop_as_many_requests_are_open_as_there_are_users():
-    simulation = Simulation(limits(**ROOMY), make_trace("sharegpt", 60, num_users=3), LinearStepTime())
+    simulation = one_engine(limits(**ROOMY), make_trace("sharegpt", 60, num_users=3), LinearStepTime())
     most = 0
     while simulation.step():
         most = max(most, simulation.scheduler.num_running + simulation.scheduler.num_waiting)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcb.errors import ConfigError
-from jaxcb.sim import LinearStepTime, Simulation, TraceRequest, simulate
+from jaxcb.sim import LinearStepTime, TraceRequest, one_engine, simulate
 from tests.sim.runs import MS, limits
 
 
@@ -90,7 +90,7 @@ request = st.tuples(st.floats(0.0, 0.02), st.integers(1, 40), st.integers(1, 24)
     caching=st.booleans(),
 )
 def test_tokens_come_out_as_asked_for_and_in_order(trace, run_ahead, num_seqs, budget, spare_pages, caching):
-    simulation = Simulation(
+    simulation = one_engine(
         limits(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=budget,
