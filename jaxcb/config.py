@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import os
+from collections.abc import Sequence
+from typing import Literal, get_args
 
+from jaxcb import validation
 from jaxcb.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16"]
 Backend = Literal["xla", "triton"]
+PAGE_SIZES = (8, 16, 32, 64, 128)
+_POSITIVE = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_kv_pages",
+    "kv_cache_memory_bytes",
+    "max_waiting",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +58,7 @@ class EngineConfig:
         ConfigError: a value can't work; ``.param`` names the field.
     """
 
-    model: str | None = None
+    model: str | os.PathLike[str] | None = None
     revision: str | None = None
     dtype: DType = "auto"
     max_model_len: int | None = None
@@ -67,40 +79,30 @@ class EngineConfig:
     step_log: str | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}", param="dtype")
-        if self.backend not in (None, "xla", "triton"):
-            raise ConfigError(f"backend must be xla or triton, got {self.backend!r}", param="backend")
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_kv_pages",
-            "kv_cache_memory_bytes",
-            "max_waiting",
-        ):
+        if isinstance(self.model, os.PathLike):
+            self._set("model", os.fspath(self.model))
+        for name in ("model", "revision"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a positive integer, got {value!r}", param=name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)
+        _choice("dtype", self.dtype, get_args(DType))
+        _choice("backend", self.backend, (None, *get_args(Backend)))
+        for name in _POSITIVE:
+            if getattr(self, name) is not None:
+                self._set(name, validation.integer(name, getattr(self, name), low=1, error=ConfigError))
         for name in ("decode_buckets", "mixed_buckets"):
             sizes = getattr(self, name)
-            if sizes is not None and not (
-                isinstance(sizes, tuple) and all(isinstance(x, int) and x > 0 for x in sizes)
-            ):
+            if sizes is None:
+                continue
+            if not isinstance(sizes, tuple | list):
                 raise ConfigError(f"{name} must be a tuple of positive integers, got {sizes!r}", param=name)
-        if self.page_size not in (8, 16, 32, 64, 128):
-            raise ConfigError(f"page_size must be 8, 16, 32, 64 or 128, got {self.page_size!r}", param="page_size")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}",
-                param="gpu_memory_utilization",
-            )
-        if not 0.0 <= self.admission_watermark < 1.0:
-            raise ConfigError(
-                f"admission_watermark must be in [0, 1), got {self.admission_watermark!r}", param="admission_watermark"
-            )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed must be an integer, got {self.seed!r}", param="seed")
+            self._set(name, tuple(validation.integer(name, size, low=1, error=ConfigError) for size in sizes))
+        _choice("page_size", self.page_size, PAGE_SIZES)
+        for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("admission_watermark", 0.0, 0.99)):
+            self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))
+        for name in ("enable_prefix_caching", "run_ahead"):
+            validation.boolean(name, getattr(self, name), error=ConfigError)
+        self._set("seed", validation.integer("seed", self.seed, low=-(2**63), high=2**63 - 1, error=ConfigError))
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if budget is not None and seqs is not None and budget < seqs:
             raise ConfigError(
@@ -108,3 +110,13 @@ class EngineConfig:
                 "needs one token a step",
                 param="max_num_batched_tokens",
             )
+
+    def _set(self, name: str, value: object) -> None:
+        """For __post_init__ alone: the checked value takes the place of the given one."""
+        object.__setattr__(self, name, value)
+
+
+def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        *others, last = (str(choice) for choice in allowed if choice is not None)
+        raise ConfigError(f"{name} must be {', '.join(others)} or {last}, got {validation.shown(value)}", param=name)

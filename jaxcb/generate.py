@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import numbers
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
+from jaxcb import validation
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine, OutputStream
 from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
@@ -91,12 +94,10 @@ def stream(
     Leaving the loop early drops the request. Arguments and errors as for :func:`generate`.
     """
     engine = _engine(config, engine, progress)
-    outputs = engine.submit_blocking(_request(engine, prompt, sampling or SamplingParams(), "prompt"))
-    try:
+    [params] = _one_for_each(sampling, 1)
+    with engine.submit_blocking(_request(engine, prompt, params, "prompt")) as outputs:
         for output in outputs:
             yield _checked(output)
-    finally:
-        outputs.abort()
 
 
 def _engine(config: EngineConfig | None, engine: Engine | None, progress: bool) -> Engine:
@@ -105,7 +106,9 @@ def _engine(config: EngineConfig | None, engine: Engine | None, progress: bool) 
         if config is not None:
             raise ConfigError("give either config or engine: the engine has its config already", param="config")
         return engine
-    config = config or EngineConfig()
+    config = EngineConfig() if config is None else config
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config must be an EngineConfig, got {validation.shown(config)}", param="config")
     if _shared is not None and (_shared.asked_for != config or not _shared.healthy):
         _shut_down_shared()
     if _shared is None:
@@ -138,32 +141,54 @@ def _request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: st
 
 
 def _token_ids(engine: Engine, prompt: Prompt, where: str) -> list[int]:
+    limit = engine.config.max_model_len
     if isinstance(prompt, str):
-        return engine.tokenizer.encode(prompt, max_tokens=engine.config.max_model_len)
+        return engine.tokenizer.encode(prompt, max_tokens=limit)
     if isinstance(prompt, Sequence) and prompt and all(isinstance(item, Mapping) for item in prompt):
-        return engine.tokenizer.apply_chat_template(
-            prompt,  # type: ignore[arg-type]  # checked item by item
-            max_tokens=engine.config.max_model_len,
-        )
-    if isinstance(prompt, Sequence) and all(isinstance(item, int) for item in prompt):
-        return list(prompt)  # type: ignore[arg-type]  # checked item by item
-    raise RequestError(f"{where} must be a string, a list of token ids or a list of chat messages, got {prompt!r}")
+        messages: list[Mapping[str, Any]] = list(prompt)  # type: ignore[arg-type]  # checked item by item
+        return engine.tokenizer.apply_chat_template(messages, max_tokens=limit)
+    if _is_ids(prompt):
+        return validation.token_ids(where, prompt)
+    raise RequestError(
+        f"{where} must be a string, a list of token ids or a list of chat messages, got {validation.shown(prompt)}",
+        param="prompts",
+    )
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt becomes a list of one."""
+def _is_ids(prompt: object) -> bool:
+    """Whether this can only be one prompt's token ids: a one-dimensional array, or a sequence that begins with one."""
+    if hasattr(prompt, "ndim"):
+        return prompt.ndim == 1
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str | bytes | bytearray)
+        and (not prompt or isinstance(prompt[0], numbers.Integral))
+    )
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """A single prompt becomes a list of one. A two-dimensional array holds a prompt a row."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
-    if prompts and isinstance(prompts[0], int | Mapping):
-        return [prompts]  # type: ignore[list-item]  # token ids or chat messages
-    return list(prompts)  # type: ignore[arg-type]  # each is checked in _token_ids
+    if hasattr(prompts, "__array__"):
+        prompts = np.asarray(prompts)  # a jax array too
+        return list(prompts) if prompts.ndim == 2 else [prompts]
+    if isinstance(prompts, bytes | bytearray | Mapping) or not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts must be a prompt or a list of prompts, got {validation.shown(prompts)}", param="prompts"
+        )
+    if len(prompts) and (_is_ids(prompts) or isinstance(prompts[0], Mapping)):
+        return [prompts]
+    return list(prompts)
 
 
 def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * count
+    if not isinstance(sampling, Sequence) or not all(isinstance(params, SamplingParams) for params in sampling):
+        raise RequestError(
+            f"sampling must be a SamplingParams or a list of them, got {validation.shown(sampling)}", param="sampling"
+        )
     if len(sampling) != count:
         raise RequestError(f"there are {count} prompts and {len(sampling)} sampling parameters", param="sampling")
     return list(sampling)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Sequence
 
+from jaxcb import validation
 from jaxcb.errors import RequestError
 
 MAX_STOP_STRINGS = 16
@@ -65,18 +65,18 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        _number("temperature", self.temperature, low=0.0, high=100.0)
-        _number("top_p", self.top_p, low=0.0, high=1.0)
-        _integer("top_k", self.top_k, low=-1)
-        _integer("min_tokens", self.min_tokens, low=0)
+        self._set("stop", _strings("stop", self.stop))
+        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        self._set("temperature", validation.number("temperature", self.temperature, low=0.0, high=100.0))
+        self._set("top_p", validation.number("top_p", self.top_p, low=0.0, high=1.0))
+        self._set("top_k", validation.integer("top_k", self.top_k, low=-1))
+        self._set("min_tokens", validation.integer("min_tokens", self.min_tokens, low=0))
         if self.top_p == 0.0:
             raise RequestError("top_p must be in (0, 1], got 0", param="top_p")
         if self.seed is not None:
-            _integer("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED)
+            self._set("seed", validation.integer("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED))
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, low=1)
+            self._set("max_tokens", validation.integer("max_tokens", self.max_tokens, low=1))
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens must be at most max_tokens, got {self.min_tokens} > {self.max_tokens}",
@@ -88,8 +88,11 @@ class SamplingParams:
                 param="stop_token_ids",
             )
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
+            validation.boolean(name, getattr(self, name))
+
+    def _set(self, name: str, value: object) -> None:
+        """For __post_init__ alone: the checked value takes the place of the given one."""
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -99,13 +102,28 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt to continue. ``prompt_token_ids`` are used exactly as given."""
+    """One prompt to continue. ``prompt_token_ids`` are used exactly as given; a list of our own is kept.
+
+    Raises:
+        RequestError: a field has the wrong type; ``.param`` names it.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     arrival_s: float = 0.0
     """Seconds on the clock of ``time.monotonic()``."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise RequestError(
+                f"request_id must be a non-empty string, got {validation.shown(self.request_id)}", param="request_id"
+            )
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(
+                f"sampling must be a SamplingParams, got {validation.shown(self.sampling)}", param="sampling"
+            )
+        object.__setattr__(self, "prompt_token_ids", validation.token_ids("prompt", self.prompt_token_ids))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,33 +156,18 @@ class RequestOutput:
         return self.finish_reason is not None
 
 
-def _number(name: str, value: object, *, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
-    if not low <= value <= high:
-        raise RequestError(f"{name} must be in [{low:g}, {high:g}], got {value!r}", param=name)
-
-
-def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise RequestError(f"{name} must be {limit}, got {value}", param=name)
-
-
 def _strings(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
         value = (value,)
-    if not isinstance(value, Sequence):
-        raise RequestError(f"{name} must be a string or a list of strings, got {value!r}", param=name)
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
+        raise RequestError(f"{name} must be a string or a list of strings, got {validation.shown(value)}", param=name)
     if len(value) > MAX_STOP_STRINGS:
         raise RequestError(f"{name} holds {len(value)} strings, at most {MAX_STOP_STRINGS} are supported", param=name)
     for text in value:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} must hold non-empty strings, got {text!r}", param=name)
+            raise RequestError(f"{name} must hold non-empty strings, got {validation.shown(text)}", param=name)
         if len(text) > MAX_STOP_LENGTH:
             raise RequestError(
                 f"{name} holds a string of {len(text)} characters, at most {MAX_STOP_LENGTH} are supported", param=name
@@ -173,10 +176,5 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise RequestError(f"{name} must be a list of token ids, got {value!r}", param=name)
-    for token in value:
-        _integer(name, token, low=0, high=2**31 - 1)
-    return tuple(value)
+    ids = () if value is None else validation.token_ids(name, value)
+    return tuple(validation.integer(name, token, low=0, high=2**31 - 1) for token in ids)

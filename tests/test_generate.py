@@ -4,6 +4,8 @@ import asyncio
 import gc
 import weakref
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxcb import generate as module
@@ -128,3 +130,35 @@ def test_another_config_frees_the_engine_before(monkeypatch, make_engine):  # no
     gc.collect()
     assert made[0]() is None and made[1]() is not None
     module._shut_down_shared()
+
+
+def test_arrays_are_prompts(engine):
+    ids = engine.tokenizer.encode("the end")
+    expected = generate(ids, GREEDY, engine=engine, progress=False)[0].token_ids
+    for prompts in (np.array(ids), jnp.array(ids), np.array([ids, ids]), [np.array(ids, np.uint16)], [tuple(ids)]):
+        outputs = generate(prompts, GREEDY, engine=engine, progress=False)
+        assert [output.token_ids for output in outputs] == [expected] * len(outputs)
+        assert len(outputs) == (2 if getattr(prompts, "ndim", 1) == 2 else 1)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [b"bytes", 5, {"role": "user"}, [b"bytes"], [[1.5]], [None], np.zeros((1, 1, 1), int), np.zeros(3), [{}, 1]],
+)
+def test_prompts_of_the_wrong_type_are_refused_by_name(engine, prompts):
+    with pytest.raises(RequestError, match="prompt"):
+        generate(prompts, GREEDY, engine=engine, progress=False)
+
+
+@pytest.mark.parametrize("sampling", [{}, [{}], {"temperature": 0}, "greedy", 0])
+def test_sampling_of_the_wrong_type_is_refused(engine, sampling):
+    with pytest.raises(RequestError, match="sampling must be"):
+        generate([1], sampling, engine=engine, progress=False)
+    with pytest.raises(RequestError, match="sampling must be"):
+        next(stream([1], sampling, engine=engine, progress=False))
+
+
+@pytest.mark.parametrize("config", [{}, "model"])
+def test_a_config_of_the_wrong_type_is_refused(config):
+    with pytest.raises(ConfigError, match="config must be an EngineConfig"):
+        generate([1], GREEDY, config=config, progress=False)

@@ -69,7 +69,7 @@ def test_a_single_stop_string_and_none_are_understood():
         ("gpu_memory_utilization", 0.0),
         ("admission_watermark", 1.0),
         ("decode_buckets", (0,)),
-        ("mixed_buckets", [64]),
+        ("mixed_buckets", {64}),
         ("seed", None),
     ],
 )

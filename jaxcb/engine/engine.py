@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from jaxcb import validation
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
@@ -21,12 +22,12 @@ from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
-from jaxcb.request import FinishReason, Request, RequestOutput
+from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import Scheduler, TokenEvent
 from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
 from jaxcb.text import Tokenizer
-from jaxcb.text.worker import TextEvent, TextWorker
+from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
 from jaxcb.weights.cache import cache_dir
 
@@ -119,8 +120,6 @@ class Engine:
         return self._submit(request, None)
 
     def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> OutputStream:
-        # A copy of the ids: the caller may change its list while the request runs.
-        request = dataclasses.replace(request, prompt_token_ids=list(request.prompt_token_ids))
         self.check_request(request)
         with self._wake:
             if not self._accepting:
@@ -133,7 +132,7 @@ class Engine:
             request = self._with_seed(request)
             self._num_submitted += 1
             key = f"{self._num_submitted}-{request.request_id}"
-            stream = OutputStream(request.request_id, functools.partial(self._end, key, FinishReason.ABORT), loop)
+            stream = OutputStream(request, functools.partial(self._end, key, FinishReason.ABORT), loop)
             self._keys[request.request_id], self._streams[key] = key, stream
             self._text.open(key, request)
             self._inbox.append(dataclasses.replace(request, request_id=key))
@@ -143,7 +142,8 @@ class Engine:
     def check_request(self, request: Request) -> None:
         """Raise RequestError if the request can never run. Keeps nothing."""
         self._scheduler.check_request(request)  # first: it bounds the number of tokens to look at
-        self._check_tokens(request)
+        validation.check_vocabulary("prompt", request.prompt_token_ids, self.spec.vocab_size)
+        validation.check_vocabulary("stop_token_ids", request.sampling.stop_token_ids, self.spec.vocab_size)
 
     def abort(self, request_id: str) -> None:
         """Drop a request. Its stream ends with ``FinishReason.ABORT``. Harmless if it has ended."""
@@ -209,9 +209,19 @@ class Engine:
         try:
             while self._take_inbox():
                 self._emit(self._core.step())
+            self._drop_all()
         except BaseException as error:
             logger.exception("the step loop failed")
             self._fail(f"the engine failed: {type(error).__name__}: {error}")
+
+    def _drop_all(self) -> None:
+        """End what still runs and wait for the steps in flight: afterwards no page is held and the device is idle."""
+        with self._wake:
+            keys = list(self._streams)
+        endings = (self._core.finish(key, FinishReason.ABORT) for key in keys)
+        self._emit([event for event in endings if event is not None])
+        while self._core.has_work:
+            self._core.step()
 
     def _take_inbox(self) -> bool:
         """Wait for work and move what came in to the scheduler. False when it is time to stop."""
@@ -226,7 +236,10 @@ class Engine:
     def _take(self, item: Request | _Ending) -> TokenEvent | None:
         if isinstance(item, _Ending):
             return self._core.finish(item.key, item.reason)
-        self._core.add(item)
+        try:
+            self._core.add(item)
+        except RequestError as error:
+            self._text.put([TextEvent(item.request_id, None, FinishReason.ERROR, error=str(error))])
         return None
 
     def _emit(self, events: list[TokenEvent]) -> None:
@@ -253,14 +266,15 @@ class Engine:
 
     # ------------------------------------------------------------------ the text thread
 
-    def _deliver(self, outputs: list[tuple[str, RequestOutput]]) -> None:
+    def _deliver(self, updates: list[tuple[str, TextUpdate]]) -> None:
         batch = []
         with self._wake:
-            for key, output in outputs:
-                batch.append((self._streams[key], output))
-                if output.finish_reason is not None:
-                    self._finished[output.finish_reason.value] += 1
-                    del self._streams[key], self._keys[output.request_id]
+            for key, update in updates:
+                stream = self._streams[key]
+                batch.append((stream, update))
+                if update.finish_reason is not None:
+                    self._finished[update.finish_reason.value] += 1
+                    del self._streams[key], self._keys[stream.request.request_id]
             if not self._streams:
                 self._wake.notify_all()
         deliver(batch)
@@ -277,17 +291,6 @@ class Engine:
 
     def _num_waiting(self) -> int:
         return sum(isinstance(item, Request) for item in self._inbox) + self._scheduler.num_waiting
-
-    def _check_tokens(self, request: Request) -> None:
-        limit = self.spec.vocab_size
-        for field, ids in (("prompt", request.prompt_token_ids), ("stop_token_ids", request.sampling.stop_token_ids)):
-            for token in ids:
-                if isinstance(token, bool) or not isinstance(token, int):
-                    raise RequestError(f"{field} must hold integers, got {token!r}", param=field)
-                if not 0 <= token < limit:
-                    raise RequestError(
-                        f"{field} holds token id {token}; the model's vocabulary has ids 0 to {limit - 1}", param=field
-                    )
 
     def _with_seed(self, request: Request) -> Request:
         """A request that brings no seed is given one, so that a preemption can't change its answer."""

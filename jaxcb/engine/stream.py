@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-from collections import deque
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from types import TracebackType
 
-from jaxcb.request import RequestOutput
+from jaxcb.request import Request, RequestOutput
+from jaxcb.text.worker import TextUpdate
 
 
 class OutputStream:
     """Yields a RequestOutput for each update; the last one has a ``finish_reason``.
 
-    It belongs to an asyncio loop (``async for``) or, without one, to threads (``for``).
+    It belongs to an asyncio loop (``async for``) or, without one, to threads (``for``). Updates that come faster than
+    they are read are merged into one, so a stream that nobody reads holds no more than its request's answer. As a
+    context manager (``with`` or ``async with``) it drops the request when the block is left before the end; so does
+    cancelling the task that awaits it.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[], None], loop: asyncio.AbstractEventLoop | None):
-        self.request_id = request_id
+    def __init__(self, request: Request, abort: Callable[[], None], loop: asyncio.AbstractEventLoop | None):
+        self.request = request
         self.loop = loop
         self._abort = abort
         self._finished = False
-        self._queue: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        self._ready: deque[RequestOutput] = deque()
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._pending: TextUpdate | None = None
+        self._changed = threading.Condition()  # guards _pending where threads read; a loop's stream lives on one thread
         self._waiter: asyncio.Future[None] | None = None
 
     def abort(self) -> None:
@@ -38,9 +44,11 @@ class OutputStream:
             raise RuntimeError("this stream belongs to an asyncio loop: use 'async for'")
         if self._finished:
             raise StopIteration
-        output = self._queue.get()
-        self._finished = output.finished
-        return output
+        with self._changed:
+            while self._pending is None:
+                self._changed.wait()
+            update, self._pending = self._pending, None
+        return self._output(update)
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -50,39 +58,84 @@ class OutputStream:
             raise RuntimeError("this stream belongs to threads: use 'for'")
         if self._finished:
             raise StopAsyncIteration
-        while not self._ready:
+        while self._pending is None:
             self._waiter = self.loop.create_future()
-            await self._waiter
-        output = self._ready.popleft()
-        self._finished = output.finished
-        return output
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        update, self._pending = self._pending, None
+        return self._output(update)
 
-    def _deliver(self, output: RequestOutput) -> None:
-        """Called on the loop's own thread."""
-        self._ready.append(output)
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    async def __aenter__(self) -> OutputStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def put(self, update: TextUpdate) -> None:
+        """The engine's side; for a stream of an asyncio loop, on the loop's own thread."""
+        with self._changed:
+            if self._pending is None:
+                self._pending = update
+            else:
+                self._pending.extend(update)
+            self._changed.notify()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _output(self, update: TextUpdate) -> RequestOutput:
+        self._finished = update.finish_reason is not None
+        self._token_ids = self._token_ids + update.token_ids  # a new list: the reader may keep, or change, the last one
+        self._text += update.text
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=self._token_ids,
+            text=self._text,
+            new_token_ids=update.token_ids,
+            new_text=update.text,
+            finish_reason=update.finish_reason,
+            stop_reason=update.stop_reason,
+            error=update.error,
+            num_cached_tokens=update.num_cached_tokens,
+            num_preemptions=update.num_preemptions,
+            arrival_s=self.request.arrival_s,
+            first_token_s=update.first_token_s,
+            finished_s=update.finished_s,
+        )
 
-def deliver(outputs: Iterable[tuple[OutputStream, RequestOutput]]) -> None:
-    """Hand outputs over from the engine's side: one wake-up of each asyncio loop, however many streams it has."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
-    for stream, output in outputs:
+
+def deliver(updates: Iterable[tuple[OutputStream, TextUpdate]]) -> None:
+    """Hand updates over from the engine's side: one wake-up of each asyncio loop, however many streams it has."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, TextUpdate]]] = {}
+    for stream, update in updates:
         if stream.loop is None:
-            stream._queue.put(output)
+            stream.put(update)
         else:
-            by_loop.setdefault(stream.loop, []).append((stream, output))
+            by_loop.setdefault(stream.loop, []).append((stream, update))
     for loop, batch in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_deliver_all, batch)
+            loop.call_soon_threadsafe(_put_all, batch)
         except RuntimeError:  # the loop is closed: nobody is left to read, so the requests are dropped
             for stream, _ in batch:
                 stream.abort()
 
 
-def _deliver_all(batch: list[tuple[OutputStream, RequestOutput]]) -> None:
-    for stream, output in batch:
-        stream._deliver(output)
+def _put_all(batch: list[tuple[OutputStream, TextUpdate]]) -> None:
+    for stream, update in batch:
+        stream.put(update)
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -44,10 +44,13 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
             engine.tokenizer.chat_template = options.chat_template
         engine.tokenizer.warm_up()
         app = make_app(engine, model_names=options.served_model_names, api_key=options.api_key)
-        name = app.state.service.model_names[0]
+        service = app.state.service
         url = server.listen(sock)
-        print(banner(engine, model_name=name, url=url, has_api_key=options.api_key is not None), flush=True)
-        server.run(app, engine, sock, drain_timeout_s=options.drain_timeout_s)
+        print(
+            banner(engine, model_name=service.model_names[0], url=url, has_api_key=options.api_key is not None),
+            flush=True,
+        )
+        server.run(app, service, sock, drain_timeout_s=options.drain_timeout_s)
     finally:
         engine.shutdown()
     return 0

@@ -101,7 +101,8 @@ async def _generate(request: Request, read: Callable[[bytes, Service], Call], fa
     A refusal happens before the answer begins, so a refused stream too has its own status.
     """
     service = _service(request)
-    body = await read_json_body(request)
+    async with service.reading():
+        body = await read_json_body(request)
     call = await asyncio.to_thread(read, body, service)
     streams = service.submit(call)
     if call.stream:

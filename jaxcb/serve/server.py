@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from jaxcb.errors import ConfigError
+from jaxcb.serve.protocol import BoundedHttpProtocol
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from jaxcb.engine import Engine
+    from jaxcb.serve.service import Service
 
 logger = logging.getLogger("jaxcb.serve")
 _BACKLOG = 2048
@@ -63,9 +64,9 @@ def listen(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(app: ASGIApp, engine: Engine, sock: socket.socket, *, drain_timeout_s: float) -> None:
+def run(app: ASGIApp, service: Service, sock: socket.socket, *, drain_timeout_s: float) -> None:
     """Serve until a signal ends it, then return with the engine drained."""
-    server = _Server(app, engine, drain_timeout_s)
+    server = _Server(app, service, drain_timeout_s)
     server.run(sockets=[sock])
     server.join_drain()
 
@@ -74,14 +75,16 @@ class _Server(uvicorn.Server):
     """uvicorn with our signals.
 
     The first SIGTERM or SIGINT stops accepting; running requests go on for up to ``drain_timeout_s``, then the engine
-    drops the rest and their clients get an error. The second ends the process at once. (uvicorn's own handlers would
-    raise the signal again at the end, so that a clean stop looked like a crash.)
+    drops the rest and their clients get an error. A body that is still being sent is not waited for. The second
+    signal ends the process at once. (uvicorn's own handlers would raise the signal again at the end, so that a clean
+    stop looked like a crash.)
     """
 
-    def __init__(self, app: ASGIApp, engine: Engine, drain_timeout_s: float):
+    def __init__(self, app: ASGIApp, service: Service, drain_timeout_s: float):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=BoundedHttpProtocol,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -91,7 +94,7 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(drain_timeout_s + _LAST_WORDS_S),
             )
         )
-        self._engine = engine
+        self._service = service
         self._drain_timeout_s = drain_timeout_s
         self._drain: threading.Thread | None = None
 
@@ -111,7 +114,7 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             logger.warning("second signal: exiting at once")
             os._exit(128 + number)
-        stats = self._engine.stats()
+        stats = self._service.engine.stats()
         logger.info(
             "%s: draining %d running and %d waiting requests for up to %g s; a second signal exits at once",
             signal.Signals(number).name,
@@ -120,9 +123,10 @@ class _Server(uvicorn.Server):
             self._drain_timeout_s,
         )
         self.should_exit = True
+        self._service.stop_reading()
         # On a thread: the event loop has the last answers to send meanwhile.
         self._drain = threading.Thread(
-            target=self._engine.shutdown, kwargs={"drain_s": self._drain_timeout_s}, name="jaxcb-drain"
+            target=self._service.engine.shutdown, kwargs={"drain_s": self._drain_timeout_s}, name="jaxcb-drain"
         )
         self._drain.start()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from jaxcb.errors import JaxcbError, RequestError
+from jaxcb.errors import EngineStoppedError, JaxcbError, RequestError
 from jaxcb.request import FinishReason, Request, RequestOutput
 from jaxcb.serve.call import Call
 from jaxcb.serve.errors import ApiError, stopped
@@ -27,6 +30,28 @@ class Service:
     model_names: tuple[str, ...]
     metrics: Metrics
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    _reading: set[asyncio.Timeout] = dataclasses.field(default_factory=set)
+
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Around the reading of a body, which :meth:`stop_reading` ends.
+
+        Raises:
+            EngineStoppedError: it did.
+        """
+        try:
+            async with asyncio.timeout(None) as timeout:
+                self._reading.add(timeout)
+                yield
+        except TimeoutError as error:
+            raise EngineStoppedError("the server is shutting down") from error
+        finally:
+            self._reading.discard(timeout)
+
+    def stop_reading(self) -> None:
+        """Give up on bodies that are still under way; on the event loop's thread."""
+        for timeout in self._reading:
+            timeout.reschedule(0.0)
 
     @property
     def max_model_len(self) -> int:
@@ -54,6 +79,11 @@ class Service:
         Raises:
             RequestError, QueueFullError, EngineStoppedError: the engine refused one of them.
         """
+        limit = self.engine.config.max_waiting
+        if limit is not None and len(call.prompts) > limit:
+            raise RequestError(
+                f"prompt holds {len(call.prompts)} prompts; this server's queue takes at most {limit}", param="prompt"
+            )
         streams: list[OutputStream] = []
         try:
             for index, prompt in enumerate(call.prompts):

@@ -70,16 +70,20 @@ class Runner:
         self._change: Compiled | None = None
 
     def compile(self, *, progress: bool = True) -> None:
-        """Compile every program, several at once. With a warm compilation cache this loads them."""
+        """Compile every program, several at once. With a warm compilation cache this loads them.
+
+        The first failure, or Ctrl-C, waits only for the programs that are being compiled.
+        """
         jobs = list(self._jobs())
-        with (
-            ThreadPoolExecutor(max_workers=4) as workers,
-            tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress) as bar,
-        ):
-            futures = {workers.submit(_compile, lower): keep for lower, keep in jobs}
-            for future in as_completed(futures):
-                futures[future](future.result())
-                bar.update()
+        workers = ThreadPoolExecutor(max_workers=4)
+        try:
+            with tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress) as bar:
+                futures = {workers.submit(_compile, lower): keep for lower, keep in jobs}
+                for future in as_completed(futures):
+                    futures[future](future.result())
+                    bar.update()
+        finally:
+            workers.shutdown(cancel_futures=True)
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Upload a plan and start its two programs. Returns at once; the device works on."""

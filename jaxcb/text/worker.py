@@ -13,15 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from jaxcb.request import FinishReason, Request, RequestOutput
+from jaxcb.request import FinishReason, Request
 from jaxcb.text.detokenizer import Detokenizer
 from jaxcb.text.stops import StopMatcher
 from jaxcb.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Sink = Callable[[list[tuple[str, RequestOutput]]], None]
-"""Takes the outputs of one step, each with its request's key, on the worker's thread."""
+Sink = Callable[[list[tuple[str, "TextUpdate"]]], None]
+"""Takes the updates of one step, each with its request's key, on the worker's thread."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +41,28 @@ class TextEvent:
     error: str | None = None
 
 
+@dataclasses.dataclass(slots=True)
+class TextUpdate:
+    """What was added to a request's answer since the update before, and its end if it has ended."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    error: str | None
+    num_cached_tokens: int
+    num_preemptions: int
+    first_token_s: float | None
+    finished_s: float | None
+
+    def extend(self, later: TextUpdate) -> None:
+        """Merge the update that follows this one into it."""
+        later.token_ids = self.token_ids + later.token_ids
+        later.text = self.text + later.text
+        for field in self.__slots__:
+            setattr(self, field, getattr(later, field))
+
+
 class _TextState:
     """The text side of one open request."""
 
@@ -49,17 +71,16 @@ class _TextState:
         self.request = request
         self.detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, sampling.skip_special_tokens)
         self.matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
-        self.token_ids: list[int] = []
-        self.text = ""
+        self.num_tokens = 0
         self.first_token_s: float | None = None
 
-    def advance(self, event: TextEvent, now_s: float) -> RequestOutput:
+    def advance(self, event: TextEvent, now_s: float) -> TextUpdate:
         sampling = self.request.sampling
         reason: FinishReason | None = event.finish_reason
         stop: int | str | None = event.stop_id
         piece = ""
         if event.token_id is not None:
-            self.token_ids.append(event.token_id)
+            self.num_tokens += 1
             if self.first_token_s is None:
                 self.first_token_s = now_s
             if reason is not FinishReason.STOP or sampling.include_stop_str_in_output:
@@ -68,25 +89,19 @@ class _TextState:
         if reason is not None:
             piece += self.detokenizer.flush()
         dropped = reason in (FinishReason.ABORT, FinishReason.ERROR)
-        piece, matched = self.matcher.add(piece, armed=len(self.token_ids) >= sampling.min_tokens and not dropped)
+        piece, matched = self.matcher.add(piece, armed=self.num_tokens >= sampling.min_tokens and not dropped)
         if matched is not None:
             reason, stop = FinishReason.STOP, matched
         elif reason is not None:
             piece += self.matcher.flush()
-        self.text += piece
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt_token_ids=self.request.prompt_token_ids,
-            token_ids=self.token_ids,
-            text=self.text,
-            new_token_ids=[] if event.token_id is None else [event.token_id],
-            new_text=piece,
+        return TextUpdate(
+            token_ids=[] if event.token_id is None else [event.token_id],
+            text=piece,
             finish_reason=reason,
             stop_reason=stop,
             error=event.error,
             num_cached_tokens=event.num_cached_tokens,
             num_preemptions=event.num_preemptions,
-            arrival_s=self.request.arrival_s,
             first_token_s=self.first_token_s,
             finished_s=None if reason is None else now_s,
         )
@@ -121,19 +136,19 @@ class TextWorker:
                 key, request = item
                 self._open[key] = _TextState(request, self._tokenizer)
             else:
-                self._sink(self._outputs(item))
+                self._sink(self._updates(item))
 
-    def _outputs(self, events: list[TextEvent]) -> list[tuple[str, RequestOutput]]:
+    def _updates(self, events: list[TextEvent]) -> list[tuple[str, TextUpdate]]:
         now_s = time.monotonic()
-        outputs = []
+        updates = []
         for event in events:
             state = self._open.get(event.key)
             if state is None:
                 continue  # a stop string ended it while these tokens were under way
-            output = state.advance(event, now_s)
-            outputs.append((event.key, output))
-            if output.finished:
+            update = state.advance(event, now_s)
+            updates.append((event.key, update))
+            if update.finish_reason is not None:
                 del self._open[event.key]
                 if event.finish_reason is None:
                     self._on_stop(event.key)
-        return outputs
+        return updates

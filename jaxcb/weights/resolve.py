@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +47,7 @@ class ModelFiles:
             raise ModelError(f"{self.directory}: {error}") from error
 
 
-def resolve(model: str | None, revision: str | None = None) -> ModelFiles:
+def resolve(model: str | os.PathLike[str] | None, revision: str | None = None) -> ModelFiles:
     """Find, fetch or convert the model that the user named.
 
     Arguments:
@@ -58,6 +59,7 @@ def resolve(model: str | None, revision: str | None = None) -> ModelFiles:
     """
     if model is None:
         return _directory(builtin.directory(), builtin.NAME)
+    model = os.fspath(model)
     path = Path(model).expanduser()
     if not model.strip():
         raise ModelError("the model's name is empty; leave --model out for the built-in model")

@@ -77,7 +77,7 @@ def test_stream_pieces_concatenate_to_the_whole(engine):
     assert "".join(output.new_text for output in outputs) == last.text
     assert [token for output in outputs for token in output.new_token_ids] == last.token_ids
     assert last.finish_reason is FinishReason.LENGTH and len(last.token_ids) == 30
-    assert [output.finished for output in outputs] == [False] * 29 + [True]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert last.first_token_s is not None and last.finished_s is not None
     assert last.first_token_s <= last.finished_s
 
@@ -272,3 +272,37 @@ def test_a_caller_may_change_its_prompt_after_submitting(engine):
     prompt.clear()
     assert list(stream)[-1].prompt_token_ids == [5, 6, 7]
     assert engine.healthy
+
+
+def test_after_a_shutdown_in_the_middle_of_work_the_gauges_are_at_zero(make_engine):
+    engine = make_engine(max_num_seqs=4)
+    streams = [engine.submit(request(f"r{i}")) for i in range(8)]
+    next(streams[0])
+    assert engine.stats().kv_pages_used > 0
+    engine.shutdown()
+    assert [list(stream)[-1].finish_reason for stream in streams] == [FinishReason.ABORT] * 8
+    assert is_idle(engine) and engine.stats().finished["abort"] == 8
+
+
+def test_a_request_that_the_scheduler_refuses_late_ends_with_its_reason_and_harms_nobody(engine, monkeypatch):
+    monkeypatch.setattr(engine._core, "add", lambda request: (_ for _ in ()).throw(RequestError("no more room")))
+    [output] = list(engine.submit(request("late")))
+    assert (output.finish_reason, output.error) == (FinishReason.ERROR, "no more room")
+    monkeypatch.undo()
+    assert engine.healthy
+    assert complete(engine, [(5,)], SamplingParams(max_tokens=3))[0].finish_reason is not FinishReason.ERROR
+
+
+def test_compiling_stops_at_the_first_failure(make_engine, monkeypatch):
+    """As at Ctrl-C: what is being compiled ends, what waits for a thread never starts."""
+    begun = []
+
+    def compile_one(lower):
+        begun.append(lower)
+        time.sleep(0.05)
+        raise MemoryError
+
+    monkeypatch.setattr("jaxcb.step.runner._compile", compile_one)
+    with pytest.raises(MemoryError):
+        make_engine(decode_buckets=tuple(range(1, 8)), mixed_buckets=tuple(range(16, 128, 4)))
+    assert len(begun) < 20, "38 programs wait"

@@ -129,9 +129,16 @@ class FakeStream:
 
 
 class FakeEngine:
-    """The engine's interface; ``step_s``: seconds a token."""
+    """The engine's interface; ``step_s``: seconds a token; ``num_waiting``: others that stay in the queue."""
 
-    def __init__(self, *, step_s: float = 0.0, max_waiting: int | None = None, enable_prefix_caching: bool = True):
+    def __init__(
+        self,
+        *,
+        step_s: float = 0.0,
+        max_waiting: int | None = None,
+        num_waiting: int = 0,
+        enable_prefix_caching: bool = True,
+    ):
         self.name = "fake-model"
         self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000)
         self.tokenizer = FakeTokenizer()
@@ -149,6 +156,7 @@ class FakeEngine:
         )
         self.healthy = True
         self.step_s = step_s
+        self.num_waiting = num_waiting
         self.requests: list[Request] = []
         self.live: list[FakeStream] = []
         self.counts: Counter[str] = Counter()
@@ -170,7 +178,7 @@ class FakeEngine:
             raise RequestError(f"at most {MAX_MODEL_LEN} tokens fit", param="prompt")
         if len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) > MAX_MODEL_LEN:
             raise RequestError(f"at most {MAX_MODEL_LEN} tokens fit", param="max_tokens")
-        if self.config.max_waiting is not None and len(self.live) >= self.config.max_waiting:
+        if self.config.max_waiting is not None and self.num_waiting + len(self.live) >= self.config.max_waiting:
             raise QueueFullError(f"the queue holds {self.config.max_waiting} requests already")
         stream = FakeStream(self, request)
         self.requests.append(request)
@@ -182,7 +190,7 @@ class FakeEngine:
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
             num_running=len(self.live),
-            num_waiting=0,
+            num_waiting=self.num_waiting,
             kv_pages_total=PAGES,
             kv_pages_used=len(self.live),
             kv_pages_cached=3,

@@ -115,13 +115,20 @@ def test_oversized_bodies_are_413_with_the_limit(client: TestClient) -> None:
 
 
 def test_full_queue_is_429_for_streams_too() -> None:
-    engine = FakeEngine(max_waiting=1)
+    engine = FakeEngine(max_waiting=2, num_waiting=1)
     with TestClient(make_app(engine)) as client:
         for stream in (False, True):
             response = client.post(COMPLETIONS, json={"prompt": ["a", "b"], "stream": stream})
             error = error_of(response, 429)
             assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
     assert not engine.live, "the prompt that did get in must be dropped"
+
+
+def test_more_prompts_than_the_queue_can_ever_take_are_400_not_429_for_ever() -> None:
+    with TestClient(make_app(FakeEngine(max_waiting=2))) as client:
+        error = error_of(client.post(COMPLETIONS, json={"prompt": ["a", "b", "c"]}), 400)
+        assert error["param"] == "prompt" and "at most 2" in error["message"]
+        assert client.post(COMPLETIONS, json={"prompt": ["a", "b"]}).status_code == 200
 
 
 def test_stopped_engine_is_503_everywhere(client: TestClient, engine: FakeEngine) -> None:

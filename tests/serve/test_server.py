@@ -133,6 +133,18 @@ def test_broken_http_does_no_harm(server: ServerProcess, raw: bytes) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_a_head_without_end_is_refused_before_it_fills_the_memory(server: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\n")
+        with pytest.raises(OSError):  # reset or broken pipe, whichever the system says
+            for _ in range(10_000):
+                sock.sendall(b"X-Filler: " + b"x" * 1000 + b"\r\n")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 70_000)
+        assert sock.recv(1000).startswith(b"HTTP/1.1 400")
+    assert httpx.get(f"{server.url}/health", headers={"X-Long": "x" * 30_000}).status_code == 200
+
+
 def test_finished_requests_leave_a_line_in_the_log(server: ServerProcess, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake-model", prompt="ab", max_tokens=3)
     [line] = [line for line in server.log().splitlines() if f"{answer.id}-0" in line]
@@ -178,6 +190,20 @@ def test_a_signal_lets_running_requests_finish(number: signal.Signals) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_body_that_is_still_being_sent_does_not_hold_the_server_up() -> None:
+    with ServerProcess(FAKE, "--drain-timeout", "20") as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 1000\r\n\r\n{"prompt": '
+            )
+            time.sleep(0.3)
+            server.send_signal(signal.SIGTERM)
+            assert sock.recv(1000).startswith(b"HTTP/1.1 503")
+        assert server.wait(10) == 0
+        assert "Traceback" not in server.log()
+
+
 def test_the_drain_timeout_cuts_requests_short_with_an_error() -> None:
     with ServerProcess(FAKE, "--drain-timeout", "0.2") as server:
         thread, result = stream_in_background(server.url)
@@ -215,7 +241,7 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
     ("flags", "text"),
     [
         ("--model missing --port 0", "model 'missing' is not a directory"),
-        ("--max-num-seqs 0", "max_num_seqs must be a positive integer, got 0"),
+        ("--max-num-seqs 0", "max_num_seqs must be at least 1, got 0"),
         ("--max-num-seqs 64 --max-num-batched-tokens 8", "must be at least max_num_seqs"),
         ("--host no.such.host.invalid", "can't listen on no.such.host.invalid"),
         ("--chat-template /no/such/file", "No such file"),
