@@ -15,7 +15,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
 from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler import PlanRow, Scheduler, StepPlan
+from jaxcb.scheduler import PlanRow, Scheduler, SchedulerLimits, StepPlan
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import InFlight, Runner
@@ -70,6 +70,7 @@ class InProcess:
     """Every None resolved."""
     tokenizer: Tokenizer
     runner: Runner
+    limits: SchedulerLimits
     facts: Mapping[str, Any]
     """The machine as it was before anything ran here, the device, the model, and how the engine is set."""
 
@@ -86,12 +87,14 @@ class InProcess:
         enable_compilation_cache(cache_dir() / "xla")
         runner.compile(progress=show_progress())
         facts = before | engine_facts(model.name, config)
-        return cls(config=config, tokenizer=model.tokenizer, runner=runner, facts=facts)
+        return cls(
+            config=config, tokenizer=model.tokenizer, runner=runner, limits=limits_of(config, model.spec), facts=facts
+        )
 
     def new_core(self) -> tuple[EngineCore, NotingRunner]:
         """A core with nothing in it yet, over the same device arrays. One is used at a time."""
         noting = NotingRunner(self.runner)
-        scheduler = Scheduler(limits_of(self.config))
+        scheduler = Scheduler(self.limits)
         core = EngineCore(scheduler, noting, run_ahead=self.config.run_ahead)  # type: ignore[arg-type]  # launches alike
         return core, noting
 

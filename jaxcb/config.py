@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from jaxcb import validation
 from jaxcb.errors import ConfigError
+from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
 Backend = Literal["xla", "triton"]
@@ -24,8 +25,10 @@ _POSITIVE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(SchedulingKnobs):
     """Settings of one engine. ``None`` means "choose for this machine and model when the engine starts".
+
+    Beside these it has the fields of :class:`jaxcb.scheduler.SchedulingKnobs`, which say how requests share the engine.
 
     Arguments:
         model: a Hugging Face directory, a hub id, a ``.gguf`` file, an Orbax checkpoint directory written by
@@ -46,8 +49,8 @@ class EngineConfig:
         gpu_memory_utilization: part of the GPU's memory that the engine may take.
         enable_prefix_caching: reuse the KV pages of equal prompt beginnings.
         run_ahead: plan and launch step k+1 while step k runs. Off, every step waits for the one before.
-        admission_watermark: part of the KV pages that new requests leave free while others run, so that these can grow
-            without being preempted.
+        host_kv_gib: host memory in GiB for KV pages: of sequences that are swapped out, and of prefixes that the device
+            had no room for. 0: none.
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
         seed: folded into the seeds of requests that bring none.
         backend: attention backend; None chooses by platform ("xla" on CPUs, "triton" on GPUs).
@@ -72,13 +75,14 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     enable_prefix_caching: bool = True
     run_ahead: bool = True
-    admission_watermark: float = 0.01
+    host_kv_gib: float = 0.0
     max_waiting: int | None = None
     seed: int = 0
     backend: Backend | None = None
     step_log: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.model, os.PathLike):
             self._set("model", os.fspath(self.model))
         for name in ("model", "revision"):
@@ -98,11 +102,13 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a tuple of positive integers, got {sizes!r}", param=name)
             self._set(name, tuple(validation.integer(name, size, low=1, error=ConfigError) for size in sizes))
         _choice("page_size", self.page_size, PAGE_SIZES)
-        for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("admission_watermark", 0.0, 0.99)):
+        for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))
         for name in ("enable_prefix_caching", "run_ahead"):
             validation.boolean(name, getattr(self, name), error=ConfigError)
         self._set("seed", validation.integer("seed", self.seed, low=-(2**63), high=2**63 - 1, error=ConfigError))
+        if self.preemption == "swap" and not self.host_kv_gib:
+            raise ConfigError("preemption 'swap' needs host memory: set host_kv_gib", param="host_kv_gib")
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if budget is not None and seqs is not None and budget < seqs:
             raise ConfigError(

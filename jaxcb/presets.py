@@ -1,4 +1,4 @@
-"""Published serving systems as settings of this engine: the same name configures the simulator, a script and the server.
+"""Published serving systems as settings of this engine: one name for the simulator, a script and the server.
 
 A preset sets what makes a system what it is (who is batched with whom, how memory is promised, who goes first), and the
 sizes that its authors give where these are part of the idea. What it leaves open is chosen for the machine as always.
@@ -83,8 +83,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "sarathi": Preset(
         source="Agrawal et al., Sarathi-Serve, OSDI 2024, sections 4.1 to 4.3",
-        models="stall-free batches: decodes first, then one chunk after the other under a budget of 512 that bounds the "
-        "time between tokens",
+        models="stall-free batches: decodes first, then chunks under a budget of 512 that bounds the gap between tokens",
         settings={
             "max_num_batched_tokens": 512,
             "preemption": "recompute",
@@ -94,8 +93,8 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "fastgen": Preset(
         source="Holmes et al., DeepSpeed-FastGen, arXiv 2401.08671, section 3 (Dynamic SplitFuse)",
-        models="every step is filled to the same number of tokens: long prompts are split, short ones put together, the "
-        "last one trimmed so that nothing is padded",
+        models="every step is filled to the same number of tokens: long prompts are split, short ones put together, "
+        "the last one trimmed so that nothing is padded",
         settings={
             "max_num_batched_tokens": 2048,
             "exact_fill": True,
@@ -117,7 +116,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "tensorrt-llm-max-utilization": Preset(
         source="TensorRT-LLM, documentation of CapacitySchedulerPolicy: MAX_UTILIZATION",
-        models="in-flight batching under a budget of 8,192; as many as fit now, paused and recomputed when memory runs out",
+        models="in-flight batching under a budget of 8,192; as many as fit now, recomputed when memory runs out",
         settings={
             "max_num_batched_tokens": 8192,
             "reservation": "optimistic",
@@ -156,8 +155,8 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "sglang": Preset(
         source="Zheng et al., SGLang, NeurIPS 2024, section 3 (RadixAttention, longest prefix match first)",
-        models="a prefix tree over pages, requests in the order of their cached prefix, prefill before decode in chunks of "
-        "8,192, overlapped scheduling",
+        models="a prefix tree over pages, requests in the order of their cached prefix, prefill before decode in "
+        "chunks of 8,192, overlapped scheduling",
         settings={
             "policy": "prefix",
             "prefill_first": True,
@@ -168,8 +167,8 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "llama.cpp": Preset(
         source="llama.cpp server, documentation of --parallel, --cont-batching, --slot-prompt-similarity",
-        models="four slots, each with room for a whole context; a slot keeps its last prompt, and a request that begins "
-        "alike reuses it; batches of 2,048 tokens",
+        models="four slots, each with room for a whole context; a slot keeps its last prompt, and a request that "
+        "begins alike reuses it; batches of 2,048 tokens",
         settings={
             "max_num_seqs": 4,
             "max_num_batched_tokens": 2048,
@@ -187,15 +186,15 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "splitwise": Preset(
         source="Patel et al., Splitwise, ISCA 2024, sections 4 and 5 (Splitwise-HA)",
-        models="prompts on the card that was asked for, decodes on A100s, which are cheaper and draw less; cost and power "
-        "are counted",
+        models="prompts on the card that was asked for, decodes on A100s, which are cheaper and draw less; cost and "
+        "power are counted",
         settings={"enable_prefix_caching": False, "long_prefill_token_threshold": 0, "preemption": "recompute"},
         pools=Pools(decode_gpu="a100"),
     ),
     "mooncake": Preset(
         source="Qin et al., Mooncake, FAST 2025, sections 5 and 6",
-        models="prefill and decode cards around one store of prompts' KV in host memory; a prompt goes where its first token "
-        "is predicted to come first, and is turned away if that is too late",
+        models="prefill and decode cards around one store of prompts' KV in host memory; a prompt goes where its first "
+        "token is predicted to come first, and is turned away if that is too late",
         settings={"long_prefill_token_threshold": 0, "preemption": "recompute"},
         pools=Pools(store_gib=128.0, early_rejection=True),
     ),
@@ -222,8 +221,8 @@ def engine_settings(name: str) -> dict[str, Any]:
     if preset.pools is not None:
         single = ", ".join(name for name, preset in PRESETS.items() if preset.pools is None)
         raise ConfigError(
-            f"preset {name!r} is a cluster of several engines, which `python -m jaxcb.sim compare` runs; one engine can be "
-            f"one of {single}",
+            f"preset {name!r} is a cluster of several engines: `python -m jaxcb.sim compare` runs it. One can be "
+            f"{single}",
             param="preset",
         )
     return dict(preset.settings)

@@ -113,6 +113,14 @@ class Request:
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     arrival_s: float = 0.0
     """Seconds on the clock of ``time.monotonic()``."""
+    priority: float = 0
+    """Lower goes first, under ``policy="priority"``."""
+    tenant: str = ""
+    """Whose request it is, under ``policy="fair"``."""
+    ttft_deadline_s: float | None = None
+    """Seconds from the arrival within which the first token is wanted, under ``policy="deadline"``."""
+    cache_salt: str = ""
+    """Prefix pages are shared only between requests with the same salt."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:

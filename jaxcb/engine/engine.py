@@ -54,7 +54,7 @@ class Engine:
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
-        limits = limits_of(self.config)
+        limits = limits_of(self.config, spec)
         self._scheduler = Scheduler(limits, spec.eos_token_ids)
         self._runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
         self._step_log = None

@@ -89,6 +89,16 @@ class PagePool:
             raise RuntimeError(f"page {page} is free: only a page in use can be kept for reuse")
         self._reusable[page] = 1
 
+    def forget(self, page: int) -> None:
+        """The content of a page is worth nothing any more. A free one is the next to be given out."""
+        if self._reusable[page]:
+            free = self._refcount[page] == 0
+            if free:
+                self._unlink(page)
+            self._reusable[page] = 0
+            if free:
+                self._link(page)
+
     def check(self) -> None:
         """Raise AssertionError unless every page is either referred to or exactly once in the free list."""
         seen = set()

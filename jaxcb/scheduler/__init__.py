@@ -3,19 +3,22 @@
 No jax comes in here: the same objects run under the engine and, with a virtual clock, under the simulator.
 """
 
+from jaxcb.scheduler.knobs import SchedulerLimits, SchedulingKnobs, knob_values
 from jaxcb.scheduler.load import StepLoad, load_of
 from jaxcb.scheduler.plan import PlanRow, StepPlan, TokenEvent
-from jaxcb.scheduler.scheduler import Scheduler, SchedulerLimits
+from jaxcb.scheduler.scheduler import Scheduler
 from jaxcb.scheduler.sequence import Sequence, Status
 
 __all__ = [
     "PlanRow",
     "Scheduler",
     "SchedulerLimits",
+    "SchedulingKnobs",
     "Sequence",
     "Status",
     "StepLoad",
     "StepPlan",
     "TokenEvent",
+    "knob_values",
     "load_of",
 ]

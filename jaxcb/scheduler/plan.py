@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Array
 
+from jaxcb.paging import PageMoves
 from jaxcb.request import FinishReason
 from jaxcb.scheduler.sequence import Sequence
 
 IN_FLIGHT = -1
 """Token id of "what this slot sampled last step": the host doesn't know it yet, the device does."""
+
+Sampled = int | list[int]
+"""What a row sampled: a token, or with drafts the accepted ones and the token after them."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,6 +38,9 @@ class PlanRow:
     first_new_page: int = 0
     new_pages: Array[int] = ()
     """Pages that the device's block table must learn, at index ``first_new_page`` and on."""
+    num_drafts: int = 0
+    """The last so many of ``token_ids`` are guesses. The step samples after each of them and after the token before,
+    and keeps the guesses that agree (Leviathan et al. 2023)."""
 
     @property
     def num_tokens(self) -> int:
@@ -53,10 +60,15 @@ class StepPlan:
     rows: list[PlanRow]
     num_tokens: int
     num_decodes: int
+    """Rows that continue an answer by one token, or by one and its drafts. Chunks follow."""
+    num_drafts: int = 0
+    moves: PageMoves | None = None
+    """Copies of pages that the device makes before the step."""
 
     @property
     def decode_only(self) -> bool:
-        return self.num_decodes == len(self.rows)
+        """Every row has one token."""
+        return self.num_decodes == len(self.rows) and not self.num_drafts
 
 
 @dataclasses.dataclass(slots=True)

@@ -5,40 +5,44 @@ ahead); pages and slots that a planned step names stay owned until that step has
 
 The order within a plan, and where each idea comes from:
 
-1. Every decoding sequence gets the KV position that it needs; while pages are short the newest sequence is preempted,
-   its pages freed, its tokens recomputed later (vLLM, section 4.5 of the PagedAttention paper).
+1. Every decoding sequence gets the KV position that it needs; while pages are short a sequence is preempted: its KV is
+   computed again later, or moves to host memory (vLLM, section 4.5 of the PagedAttention paper). ``preempt.py``
 2. One token for each decode. Prompts never delay them (Sarathi-Serve's stall-free batching).
-3. Chunks of prompts that were started.
-4. New sequences, first come first served, while slots, budget and pages last (Orca's iteration-level scheduling).
+3. Chunks of prompts that were started. ``chunks.py``
+4. New sequences, in the order of the policy, while slots, budget and pages last (Orca's iteration-level scheduling).
+   ``admission.py``, ``queue.py``, ``policy.py``
+
+``memory.py`` alone takes pages and slots and gives them back.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Array
 
 from jaxcb.errors import RequestError
-from jaxcb.paging import ROOT, PrefixCache
-from jaxcb.request import MAX_FORBIDDEN_IDS, FinishReason, Request, SamplingParams
-from jaxcb.scheduler.plan import IN_FLIGHT, PlanRow, StepPlan, TokenEvent
+from jaxcb.paging import pack_tokens
+from jaxcb.paging.prefix import TOKEN_BYTES
+from jaxcb.request import FinishReason, Request, SamplingParams
+from jaxcb.scheduler.admission import Admission
+from jaxcb.scheduler.checks import check_request
+from jaxcb.scheduler.chunks import Chunk, PromptBudget, prompt_tokens
+from jaxcb.scheduler.knobs import SchedulerLimits
+from jaxcb.scheduler.memory import SequenceMemory
+from jaxcb.scheduler.plan import IN_FLIGHT, PlanRow, Sampled, StepPlan, TokenEvent
+from jaxcb.scheduler.policy import LengthPredictor, TenantClock, View, policy_of
+from jaxcb.scheduler.preempt import choose_outranked, choose_victim, should_swap
+from jaxcb.scheduler.queue import WaitingQueue
 from jaxcb.scheduler.sequence import Sequence, Status
+from jaxcb.scheduler.step_time import StepTimeFit
 
+Drafter = Callable[[Sequence, int], Array[int]]
+"""Guesses at most so many next tokens of a sequence, from its ``token_ids``."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulerLimits:
-    """What the scheduler may use. ``num_slots`` exceeds ``max_num_seqs`` so that a new sequence need not wait for the
-    slot of one whose last step is still in flight."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    num_kv_pages: int
-    page_size: int
-    num_slots: int
-    enable_prefix_caching: bool = True
-    admission_watermark: float = 0.01
-    """Part of the pages that admissions leave free while others run, so that these can grow."""
+RUNNING, FINISHED = Status.RUNNING, Status.FINISHED  # a global is found faster than a member of an enum
+_NEXT = (IN_FLIGHT,)  # tuples of integers cost the garbage collector nothing, lists do
 
 
 @dataclasses.dataclass
@@ -46,31 +50,60 @@ class SchedulerCounters:
     """Totals since the start."""
 
     prompt_tokens: int = 0
+    """Of admitted requests."""
     prompt_tokens_cached: int = 0
+    """The part of ``prompt_tokens`` that the prefix cache gave."""
+    prompt_tokens_from_host: int = 0
+    """The part of ``prompt_tokens_cached`` that came back from host memory."""
     generated_tokens: int = 0
     preemptions: int = 0
-
-
-RUNNING, FINISHED = Status.RUNNING, Status.FINISHED  # a global is found faster than a member of an enum
-_NEXT = (IN_FLIGHT,)  # tuples of integers cost the garbage collector nothing, lists do
+    swaps: int = 0
+    """Preemptions that moved the KV to host memory."""
+    draft_tokens: int = 0
+    """Guesses that steps computed."""
+    draft_tokens_accepted: int = 0
 
 
 class Scheduler:
-    """Owns the sequences, the pages and the slots of one engine. Not thread-safe: one thread calls it."""
+    """Owns the sequences, the pages and the slots of one engine. Not thread-safe: one thread calls it.
 
-    def __init__(self, limits: SchedulerLimits, eos_token_ids: Array[int] = ()):
+    Arguments:
+        limits: what it may use, and every knob.
+        eos_token_ids: ids that end a sequence unless its request ignores them.
+        drafter: speculation: guesses tokens that the next step verifies. Sequences then wait for each commit, since
+            the number of tokens that it brings isn't known before.
+        num_draft_tokens: most guesses a sequence and step.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        eos_token_ids: Array[int] = (),
+        *,
+        drafter: Drafter | None = None,
+        num_draft_tokens: int = 0,
+    ):
         self.limits = limits
-        self.cache = PrefixCache(limits.num_kv_pages, limits.page_size, enabled=limits.enable_prefix_caching)
-        self.pool = self.cache.pool
         self.counters = SchedulerCounters()
+        self.step_time = StepTimeFit()
         self._eos_ids = frozenset(eos_token_ids)
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._drafter, self._num_draft_tokens = drafter, num_draft_tokens
+        self._memory = SequenceMemory(limits)
+        self.cache, self.pool, self.host = self._memory.cache, self._memory.pool, self._memory.host
         self._running: OrderedDict[str, Sequence] = OrderedDict()  # oldest admission first
-        self._free_slots = list(reversed(range(limits.num_slots)))
+        self._policy = policy_of(limits.policy)
+        self._observed_lengths = LengthPredictor()
+        self._tenants = TenantClock(lambda s: s.num_prompt_tokens + self._predicted_tokens(s))
+        self._view = View(self._predicted_tokens, self._cached_tokens, self._start_of_turn, limits.priority_ageing_s)
+        self._queue = WaitingQueue(
+            self._policy, lambda sequence: self._policy.key(sequence, self._view), limits.max_overtakes
+        )
+        self._admission = Admission(limits, self._memory, self._queue, self._running)
+        self._learns_step_time = limits.itl_target_ms is not None or (
+            limits.preemption == "auto" and limits.num_host_pages > 0
+        )
+        self._num_added = 0
         self._next_step = 0
-        self._last_committed = -1
-        self._deferred: dict[int, list[tuple[list[int], int]]] = {}  # step -> pages and slots to free at its commit
-        self._num_deferred_pages = 0
 
     # ------------------------------------------------------------------ requests
 
@@ -78,60 +111,57 @@ class Scheduler:
         """Refuse what can never run. Reads only limits, so any thread may call it.
 
         Raises:
-            RequestError: the prompt is empty, or prompt and answer don't fit the context; ``.param`` names the field.
+            RequestError: the prompt is empty, or prompt and answer don't fit the context or the pool, or a number is
+                none; ``.param`` names the field.
         """
-        limit, num_prompt, sampling = self.limits.max_model_len, len(request.prompt_token_ids), request.sampling
-        if num_prompt == 0:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        if num_prompt >= limit:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens and leaves no room for an answer: the model's context length is "
-                f"{limit} tokens",
-                param="prompt",
-            )
-        if sampling.max_tokens is not None and num_prompt + sampling.max_tokens > limit:
-            raise RequestError(
-                f"max_tokens is {sampling.max_tokens} and the prompt has {num_prompt} tokens: together they pass the "
-                f"model's context length of {limit} tokens",
-                param="max_tokens",
-            )
-        if sampling.min_tokens and len(self._end_ids(sampling)) > MAX_FORBIDDEN_IDS:
-            raise RequestError(
-                f"min_tokens can hold back at most {MAX_FORBIDDEN_IDS} end tokens; stop_token_ids and the model's own "
-                f"are {len(self._end_ids(sampling))}",
-                param="min_tokens",
-            )
+        check_request(request, self.limits, self._end_ids(request.sampling))
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request, *, parent_id: str | None = None) -> Sequence:
         """Queue a request.
 
+        With ``parent_id`` it is a fork: if that sequence still runs when this one is admitted, they share the full
+        pages of what their tokens begin with alike, and the page in which they part is copied.
+
         Raises:
-            RequestError: it can never run, or its id is in use. Nothing is kept of it.
+            RequestError: it can never run, its id is in use, or there is no such parent. Nothing is kept of it.
         """
         self.check_request(request)
-        limits = self.limits
-        if request.request_id in self._waiting or request.request_id in self._running:
-            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-        sequence = Sequence(
-            request=request,
-            token_ids=list(request.prompt_token_ids),
-            max_total_tokens=limits.max_model_len if max_tokens is None else num_prompt + max_tokens,
-            end_ids=self._end_ids(request.sampling),
-        )
-        self._waiting[request.request_id] = sequence
-        return sequence
+        self._check_id(request.request_id)
+        parent = None
+        if parent_id is not None and (parent := self._find(parent_id)) is None:
+            raise RequestError(f"there is no request {parent_id!r} to fork", param="parent_id")
+        return self._queue_up(request, parent, held_back=False)
+
+    def add_choices(self, requests: Array[Request]) -> list[Sequence]:
+        """Queue several answers to one prompt (n > 1). The first computes it, the others fork from that.
+
+        Raises:
+            RequestError: one of them can never run, or they are more than can run together. Nothing is kept of any.
+        """
+        if len(requests) > self.limits.max_num_seqs:
+            raise RequestError(
+                f"n is {len(requests)}, and at most {self.limits.max_num_seqs} sequences run at once", param="n"
+            )
+        for request in requests:
+            self.check_request(request)
+            self._check_id(request.request_id)
+        if len({request.request_id for request in requests}) < len(requests):
+            raise RequestError("the choices of a request need different ids", param="request_id")
+        first = self._queue_up(requests[0], None, held_back=False)
+        others = [self._queue_up(request, first, held_back=True) for request in requests[1:]]
+        first.followers += others
+        return [first, *others]
 
     def finish(self, request_id: str, reason: FinishReason) -> Sequence | None:
         """End a request from outside (an abort, a stop string). Returns its sequence, None if it isn't here."""
-        sequence = self._waiting.get(request_id) or self._running.get(request_id)
+        sequence = self._find(request_id)
         if sequence is not None:
             self._retire(sequence, reason)
         return sequence
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
@@ -139,60 +169,120 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._queue or self._running)
 
     @property
     def num_live_pages(self) -> int:
-        """Pages held for requests; pages kept only for reuse are not among them."""
+        """Pages held for requests and by pins; pages kept only for reuse are not among them."""
         return self.pool.num_used
+
+    # ------------------------------------------------------------------ prefixes
+
+    def pin_prefix(self, token_ids: Array[int], cache_salt: str = "") -> int:
+        """Keep the known full pages of a beginning (a system prompt, say) from eviction.
+
+        Returns:
+            Tokens that are pinned.
+
+        Raises:
+            RequestError: with so many pages pinned the longest sequence would not fit the pool any more.
+        """
+        root, tokens = self._root(cache_salt), pack_tokens(token_ids)
+        pages = self.cache.match(root, tokens, len(token_ids)).pages
+        num_pinned = len({*self.cache.pinned_pages, *pages})
+        longest = self.limits.num_pages(self.limits.max_model_len)
+        num_left = self.limits.num_kv_pages - num_pinned
+        if num_left < longest or self.cache.num_to_take(pages) > self.pool.num_free:
+            raise RequestError(
+                f"{num_pinned} pinned pages would leave {num_left} of {self.limits.num_kv_pages}; the longest sequence "
+                f"needs {longest}, and what runs needs {self.pool.num_used}",
+                param="token_ids",
+            )
+        return self.cache.pin(root, tokens) * self.limits.page_size
+
+    def unpin_prefixes(self) -> None:
+        """Undo every pin."""
+        self.cache.unpin()
+
+    def reset_prefixes(self) -> None:
+        """Forget what is cached, pins included (the weights have changed, say)."""
+        self.cache.reset()
+
+    def place_prefix(self, token_ids: Array[int], cache_salt: str = "") -> list[tuple[int, int]]:
+        """Take pages for a beginning whose KV was computed elsewhere (on another engine, say) and make them known. They
+        are cached, not pinned.
+
+        Returns:
+            (index in the beginning, page) of those whose content the caller brings before the next plan runs: its full
+            pages, as many as are free, without those that were known.
+        """
+        if not self.cache.enabled:
+            return []
+        size, packed, cache = self.limits.page_size, pack_tokens(token_ids), self.cache
+        page_bytes = size * TOKEN_BYTES
+        match = cache.match(self._root(cache_salt), packed, len(token_ids), on_device=True)
+        known, node = cache.take(match.pages), match.node
+        new = self.pool.allocate(min(len(token_ids) // size - len(known), self.pool.num_free))
+        twins = []
+        for index, page in enumerate(new, len(known)):
+            node, other = cache.register(node, packed[index * page_bytes : (index + 1) * page_bytes], page)
+            if other != page:
+                twins.append(other)
+        placed = [(index, page) for index, page in enumerate(new, len(known)) if self.pool.is_reusable(page)]
+        self.pool.release((*reversed(twins), *reversed(new), *reversed(known)))
+        return placed
 
     # ------------------------------------------------------------------ a step
 
     def plan(self) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed before a step in flight commits."""
-        decodes: list[Sequence] = []
-        prompts: list[Sequence] = []
-        for sequence in self._running.values():
-            remaining = sequence.num_predicted - sequence.num_scheduled
-            if remaining > 1:
-                prompts.append(sequence)
-            elif remaining and sequence.num_predicted < sequence.max_total_tokens:
-                decodes.append(sequence)
-        preempted = self._reserve(decodes)
-        if preempted:
-            decodes = [sequence for sequence in decodes if sequence.status is RUNNING]
-            prompts = [sequence for sequence in prompts if sequence.status is RUNNING]
-        step, budget = self._next_step, self.limits.max_num_batched_tokens
-        rows = self._decode(decodes, budget, step)
-        num_decodes = len(rows)
-        budget -= num_decodes
-        for sequence in prompts:
-            if budget:
-                rows.append(self._chunk(sequence, budget, step))
-                budget -= rows[-1].num_tokens
-        while budget and not preempted and (row := self._admit(budget, step)):
-            rows.append(row)
-            budget -= row.num_tokens
+        if self._policy.preempts and self._queue:
+            self._make_way()
+        decodes, prompts, num_pages_needed = self._sort_running()
+        preempted = False
+        rows: list[PlanRow] = []
+        chunks: list[Chunk] = []
+        if self.limits.prefill_first:
+            chunks = self._divide(prompts, 0, admit=True)
+        if not chunks:
+            if num_pages_needed > self.pool.num_free and self._reserve(decodes):
+                preempted = True
+                decodes = [sequence for sequence in decodes if sequence.status is RUNNING]
+                prompts = [sequence for sequence in prompts if sequence.status is RUNNING]
+            rows = self._decode(decodes) if self._drafter is None else self._decode_with_drafts(decodes)
+            if (prompts or self._queue) and not self.limits.prefill_first:
+                chunks = self._divide(prompts, len(rows), admit=not preempted)
+        num_decodes, num_drafts = len(rows), sum([row.num_drafts for row in rows]) if self._drafter else 0
+        num_tokens = num_decodes + num_drafts
+        for chunk in chunks:
+            rows.append(self._chunk_row(chunk))
+            num_tokens += chunk.num_tokens
         if not rows:
-            return None
-        self._next_step += 1
-        return StepPlan(step, rows, self.limits.max_num_batched_tokens - budget, num_decodes)
+            # If nothing is in flight, the one that was preempted can take up the pages that it gave back.
+            return self.plan() if preempted and not self._memory.num_deferred_pages else None
+        step, self._next_step = self._next_step, self._next_step + 1
+        return StepPlan(step, rows, num_tokens, num_decodes, num_drafts, self.cache.take_moves())
 
-    def commit(self, plan: StepPlan, sampled: Array[int]) -> list[TokenEvent]:
-        """Learn the tokens of the oldest planned step that has not committed; ``sampled[i]`` belongs to row ``i``."""
-        if plan.step != self._last_committed + 1:
-            raise RuntimeError(f"step {plan.step} commits after step {self._last_committed}: steps commit in order")
-        self._last_committed = plan.step
+    def commit(self, plan: StepPlan, sampled: Array[Sampled]) -> list[TokenEvent]:
+        """Learn the tokens of the oldest planned step that has not committed; ``sampled[i]`` belongs to row ``i``.
+
+        It is a list where the row has drafts: those that were accepted, and the token after them.
+        """
+        memory = self._memory
+        if plan.step != memory.last_committed + 1:
+            raise RuntimeError(f"step {plan.step} commits after step {memory.last_committed}: steps commit in order")
         events: list[TokenEvent] = []
-        size, caching = self.limits.page_size, self.cache.enabled
         for row, token_id in zip(plan.rows, sampled, strict=True):
             sequence = row.sequence
             if sequence.status is FINISHED:
                 continue  # it ended while this step ran: the token is discarded
+            if isinstance(token_id, list):
+                self._commit_drafts(row, token_id, events)
+                continue
             if row.generation == sequence.generation:
                 computed = sequence.num_computed = row.start + len(row.token_ids)
-                if caching and computed >= (sequence.num_registered_pages + 1) * size:
-                    self._register_pages(sequence)
+                if computed >= sequence.next_edge:
+                    memory.page_is_full(sequence)
             if row.samples:
                 token_ids = sequence.token_ids
                 token_ids.append(token_id)
@@ -201,38 +291,67 @@ class Scheduler:
                 if token_id in sequence.end_ids or len(token_ids) >= sequence.max_total_tokens:
                     self._end(event)
         self.counters.generated_tokens += len(events)
-        for pages, slot in self._deferred.pop(plan.step, ()):
-            self._num_deferred_pages -= len(pages)
-            self._free(pages, slot)
+        for row in plan.rows[plan.num_decodes :]:
+            if row.sequence.followers and row.sequence.num_computed >= row.sequence.num_prompt_tokens:
+                self._let_followers_go(row.sequence)
+        memory.committed(plan.step)
         return events
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn how long a step took on the device. The ITL target and "auto" preemption go by it."""
+        if self._learns_step_time:
+            num_tokens = plan.num_tokens
+            if not plan.decode_only:
+                num_tokens = min((size for size in self.limits.step_sizes if size >= num_tokens), default=num_tokens)
+            self.step_time.observe(num_tokens, sum(row.context_len for row in plan.rows), seconds)
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant of pages, slots and counters holds."""
-        self.cache.check()
-        references = [0] * (self.pool.num_pages + 1)
-        deferred = [entry for entries in self._deferred.values() for entry in entries]
-        tables = [sequence.pages for sequence in self._running.values()] + [pages for pages, _ in deferred]
-        for pages in tables:
-            for page in pages:
-                references[page] += 1
-        for page in range(1, self.pool.num_pages + 1):
-            assert references[page] == self.pool.refcount(page), f"page {page}: {references[page]} tables name it"
-        assert self._num_deferred_pages == sum(len(pages) for pages, _ in deferred)
-        slots = [sequence.slot for sequence in self._running.values()] + [slot for _, slot in deferred]
-        assert sorted(slots + self._free_slots) == list(range(self.limits.num_slots)), "a slot is lost or shared"
+        self._memory.check(self._running.values(), self._queue)
         assert len(self._running) <= self.limits.max_num_seqs
         for sequence in self._running.values():
             assert sequence.status is Status.RUNNING
             assert 0 <= sequence.num_computed <= sequence.num_scheduled <= sequence.num_predicted
-            assert sequence.num_scheduled <= len(sequence.pages) * self.limits.page_size
+            assert sequence.num_scheduled <= sequence.capacity == len(sequence.pages) * self.limits.page_size
             assert len(sequence.token_ids) < sequence.max_total_tokens
-        for sequence in self._waiting.values():
+            assert not sequence.host_pages and not sequence.num_swapped
+        for sequence in self._queue:
             assert sequence.status is Status.WAITING and not sequence.pages and sequence.slot == -1
 
     # ------------------------------------------------------------------ inside a plan
 
+    def _sort_running(self) -> tuple[list[Sequence], list[Sequence], int]:
+        """Those that decode, those with prompt tokens to compute, and how many of the former need a page."""
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        num_pages_needed = 0
+        for sequence in self._running.values():
+            scheduled = sequence.num_scheduled
+            remaining = sequence.num_predicted - scheduled
+            if remaining == 1:
+                if sequence.num_predicted < sequence.max_total_tokens:
+                    decodes.append(sequence)
+                    if scheduled == sequence.capacity:
+                        num_pages_needed += 1
+            elif remaining:
+                prompts.append(sequence)
+        return decodes, prompts, num_pages_needed
+
+    def _make_way(self) -> None:
+        """Preempt running work of a lower priority if the head of the queue can't be admitted beside it."""
+        head = self._queue.head()
+        if head is None or head.last_step > self._memory.last_committed:
+            return
+        if all(sequence.request.priority <= head.request.priority for sequence in self._running.values()):
+            return
+        num_free = self.pool.num_free + self._memory.num_deferred_pages
+        num_needed = self._admission.pages_needed(head)
+        if num_needed > num_free or len(self._running) >= self.limits.max_num_seqs:
+            for sequence in choose_outranked(head, num_needed, self._running.values(), num_free):
+                self._preempt(sequence)
+
     def _reserve(self, decodes: list[Sequence]) -> bool:
-        """Preempt from the newest until every decode can have its next position. True if any was preempted.
+        """Preempt until every decode can have its next position. True if any was preempted.
 
         Pages of a victim whose step is in flight come back only when that step commits. They count here, so that
         one shortage takes no more victims than it must; decodes that they are needed for skip this step.
@@ -243,100 +362,125 @@ class Scheduler:
             for sequence in decodes:
                 if sequence.num_scheduled == sequence.capacity and sequence.status is RUNNING:
                     needed += 1
-            if needed <= self.pool.num_free + self._num_deferred_pages:
+            if needed <= self.pool.num_free + self._memory.num_deferred_pages:
                 return preempted
-            self._preempt(next(reversed(self._running.values())))
+            self._preempt(choose_victim(self._running.values(), self.limits, self._policy))
             preempted = True
 
-    def _decode(self, decodes: list[Sequence], budget: int, step: int) -> list[PlanRow]:
+    def _decode(self, decodes: list[Sequence]) -> list[PlanRow]:
         """A row of one token for each. One that needs a page is left out while none is free.
 
         This runs for every token that is generated: no call, no property, no allocation but the row.
         """
         rows: list[PlanRow] = []
-        for sequence in decodes:
-            if len(rows) == budget:
-                break
+        step = self._next_step
+        for sequence in decodes[: self.limits.max_num_batched_tokens]:
             start = sequence.num_scheduled
-            if start == sequence.capacity:
-                if self.pool.num_free:
-                    rows.append(self._row(sequence, 1, step, self.pool.allocate(1)))
-                continue
             token_ids = sequence.token_ids
             tokens = (token_ids[start],) if start < len(token_ids) else _NEXT
-            rows.append(PlanRow(sequence, sequence.generation, sequence.slot, tokens, start, True, 0, ()))
+            if start == sequence.capacity:
+                if not self.pool.num_free:
+                    continue
+                first, pages = len(sequence.pages), self._memory.grow(sequence)
+                rows.append(PlanRow(sequence, sequence.generation, sequence.slot, tokens, start, True, first, pages))
+            else:
+                rows.append(PlanRow(sequence, sequence.generation, sequence.slot, tokens, start, True))
             sequence.num_scheduled = start + 1
             sequence.num_predicted += 1
             sequence.last_step = step
         return rows
 
-    def _chunk(self, sequence: Sequence, budget: int, step: int) -> PlanRow:
-        """A started prompt's next chunk. Its pages were taken at admission."""
-        return self._row(sequence, min(budget, sequence.num_remaining), step, [])
+    def _decode_with_drafts(self, decodes: list[Sequence]) -> list[PlanRow]:
+        """As :meth:`_decode`, with guesses where budget and pages are left for them after every decode's own token."""
+        assert self._drafter is not None
+        known = [sequence for sequence in decodes if sequence.num_scheduled < len(sequence.token_ids)]
+        rows = self._decode(known)
+        budget = self.limits.max_num_batched_tokens - len(rows)
+        for row in rows:
+            sequence = row.sequence
+            room = sequence.max_total_tokens - len(sequence.token_ids) - 1
+            most = min(self._num_draft_tokens, budget, room)
+            drafts = list(self._drafter(sequence, most))[:most] if most > 0 else []
+            while sequence.capacity < row.start + 1 + len(drafts) and self.pool.num_free:
+                first, pages = len(sequence.pages), self._memory.grow(sequence)
+                row.first_new_page, row.new_pages = row.first_new_page or first, [*row.new_pages, *pages]
+            drafts = drafts[: sequence.capacity - row.start - 1]
+            if drafts:
+                row.token_ids, row.num_drafts = [*row.token_ids, *drafts], len(drafts)
+                sequence.num_predicted -= 1  # the commit says how many tokens it brought
+                budget -= len(drafts)
+        return rows
 
-    def _admit(self, budget: int, step: int) -> PlanRow | None:
-        """Admit the head of the queue if a slot and the pages of all its tokens, and of one more, are there."""
-        sequence = next(iter(self._waiting.values()), None)
-        if sequence is None or len(self._running) >= self.limits.max_num_seqs or not self._free_slots:
-            return None
-        if sequence.last_step > self._last_committed:
-            return None  # preempted with a token in flight: what is to be computed isn't known yet
-        cached, node = self.cache.match(sequence.token_ids, len(sequence.token_ids) - 1)
-        total = len(sequence.token_ids) // self.limits.page_size + 1
-        reserve = int(self.limits.admission_watermark * self.pool.num_pages) if self._running else 0
-        revived = sum(self.pool.refcount(page) == 0 for page in cached)
-        if total - len(cached) + revived + reserve > self.pool.num_free:
-            return None
-        del self._waiting[sequence.request.request_id]
-        self._running[sequence.request.request_id] = sequence
-        for page in cached:
-            self.pool.retain(page)
-        sequence.pages = list(cached)
-        sequence.capacity = len(cached) * self.limits.page_size
-        sequence.slot = self._free_slots.pop()
-        sequence.status = Status.RUNNING
-        sequence.num_computed = sequence.num_scheduled = len(cached) * self.limits.page_size
-        sequence.num_registered_pages, sequence.prefix_node = len(cached), node
+    def _divide(self, prompts: list[Sequence], num_decodes: int, *, admit: bool) -> list[Chunk]:
+        """Chunks for started prompts and newcomers, from what the budget leaves beside the decodes."""
+        limits = self.limits
+        num_tokens = limits.max_num_batched_tokens - num_decodes
+        if limits.itl_target_ms is not None and num_decodes:
+            num_context = sum(sequence.num_scheduled for sequence in self._running.values())
+            num_tokens = prompt_tokens(limits, self.step_time, num_decodes, num_context)
+        budget = PromptBudget(limits, num_tokens)
+        self._hand_out(budget, prompts, admit=admit)
+        budget.top_up()
+        if budget.left and budget.refused_long:
+            served = {chunk.sequence for chunk in budget.chunks}
+            self._hand_out(budget, [sequence for sequence in prompts if sequence not in served], admit=admit)
+        if limits.exact_fill:
+            budget.fill_exactly(num_decodes)
+        return budget.chunks
+
+    def _hand_out(self, budget: PromptBudget, prompts: list[Sequence], *, admit: bool) -> None:
+        for sequence in prompts:
+            if num := budget.offer(sequence.num_remaining):
+                budget.take(sequence, num)
+        if admit:
+            for sequence in self._admission.fill(budget):
+                self._count_admission(sequence)
+
+    def _chunk_row(self, chunk: Chunk) -> PlanRow:
+        sequence, start = chunk.sequence, chunk.sequence.num_scheduled
+        end = start + chunk.num_tokens
+        token_ids = sequence.token_ids[start:end]
+        if len(token_ids) < chunk.num_tokens:
+            token_ids.append(IN_FLIGHT)
+        samples = end == sequence.num_predicted
+        row = PlanRow(sequence, sequence.generation, sequence.slot, token_ids, start, samples)
+        if chunk.is_new:
+            row.new_pages = list(sequence.pages)  # the slot's table still holds its last owner's
+        sequence.num_scheduled = end
+        sequence.num_predicted += samples
+        sequence.last_step = self._next_step
+        return row
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        if sequence.start_of_turn is not None:
+            self._tenants.admitted(sequence.start_of_turn)
         if not sequence.admitted_once:
             sequence.admitted_once = True
             sequence.num_cached_tokens = sequence.num_computed
             self.counters.prompt_tokens += sequence.num_prompt_tokens
             self.counters.prompt_tokens_cached += sequence.num_cached_tokens
-        new_pages = self.pool.allocate(total - len(cached))
-        row = self._row(sequence, min(budget, sequence.num_remaining), step, new_pages)
-        row.first_new_page, row.new_pages = 0, list(sequence.pages)  # the slot's table still holds its last owner's
-        return row
 
-    def _row(self, sequence: Sequence, num_tokens: int, step: int, new_pages: list[int]) -> PlanRow:
-        start = sequence.num_scheduled
-        token_ids = sequence.token_ids[start : start + num_tokens]
-        if len(token_ids) < num_tokens:
-            token_ids.append(IN_FLIGHT)
-        row = PlanRow(
-            sequence=sequence,
-            generation=sequence.generation,
-            slot=sequence.slot,
-            token_ids=token_ids,
-            start=start,
-            samples=start + num_tokens == sequence.num_predicted,
-            first_new_page=len(sequence.pages),
-            new_pages=new_pages,
-        )
-        sequence.pages += new_pages
-        sequence.capacity += len(new_pages) * self.limits.page_size
-        sequence.num_scheduled += num_tokens
-        sequence.num_predicted += row.samples
-        sequence.last_step = step
-        return row
+    # ------------------------------------------------------------------ inside a commit
 
-    # ------------------------------------------------------------------ ends of a sequence
-
-    def _end_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        own = frozenset(sampling.stop_token_ids)
-        return own if sampling.ignore_eos else own | self._eos_ids
+    def _commit_drafts(self, row: PlanRow, token_ids: list[int], events: list[TokenEvent]) -> None:
+        """The accepted guesses and the token after them. KV of rejected ones is written over by what comes next."""
+        sequence = row.sequence
+        self.counters.draft_tokens += row.num_drafts
+        self.counters.draft_tokens_accepted += len(token_ids) - 1
+        for token_id in token_ids:
+            sequence.token_ids.append(token_id)
+            events.append(TokenEvent(sequence, token_id))
+            self._end(events[-1])
+            if sequence.status is FINISHED:
+                return
+        sequence.num_predicted = len(sequence.token_ids)
+        if row.generation == sequence.generation:
+            sequence.num_computed = sequence.num_scheduled = row.start + len(token_ids)
+            if sequence.num_computed >= sequence.next_edge:
+                self._memory.page_is_full(sequence)
 
     def _end(self, event: TokenEvent) -> None:
-        """The token is an end token, or the last that fits."""
+        """End the sequence if the token is an end token, or the last that fits."""
         sequence, token_id = event.sequence, event.token_id
         sampling = sequence.request.sampling
         if token_id in sequence.end_ids and sequence.num_generated > sampling.min_tokens:
@@ -347,46 +491,87 @@ class Scheduler:
         if event.finish_reason is not None:
             self._retire(sequence, event.finish_reason)
 
-    def _register_pages(self, sequence: Sequence) -> None:
-        """Make the pages that are full and computed known to the prefix cache."""
-        size = self.limits.page_size
-        for index in range(sequence.num_registered_pages, sequence.num_computed // size):
-            token_ids = tuple(sequence.token_ids[index * size : (index + 1) * size])
-            sequence.prefix_node = self.cache.register(sequence.prefix_node, token_ids, sequence.pages[index])
-            sequence.num_registered_pages = index + 1
+    # ------------------------------------------------------------------ a sequence's life
+
+    def _check_id(self, request_id: str) -> None:
+        if self._find(request_id) is not None:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+
+    def _find(self, request_id: str) -> Sequence | None:
+        return self._queue.get(request_id) or self._running.get(request_id)
+
+    def _end_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        own = frozenset(sampling.stop_token_ids)
+        return own if sampling.ignore_eos else own | self._eos_ids
+
+    def _queue_up(self, request: Request, parent: Sequence | None, *, held_back: bool) -> Sequence:
+        limits, max_tokens = self.limits, request.sampling.max_tokens
+        num_prompt = len(request.prompt_token_ids)
+        longest = min(limits.max_model_len, limits.num_kv_pages * limits.page_size)
+        sequence = Sequence(
+            request=request,
+            token_ids=list(request.prompt_token_ids),
+            max_total_tokens=longest if max_tokens is None else num_prompt + max_tokens,
+            end_ids=self._end_ids(request.sampling),
+            root=self._root(request.cache_salt),
+            parent=parent,
+            ticket=self._num_added,
+        )
+        self._num_added += 1
+        self._queue.add(sequence, held_back=held_back)
+        return sequence
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's pages; it is the first to come back, and computes its tokens again."""
+        """Take a running sequence's pages. It comes back first, and computes its tokens again or takes its KV back."""
         del self._running[sequence.request.request_id]
-        self._give_back(sequence)
-        sequence.status = Status.WAITING
-        sequence.num_preemptions += 1
         self.counters.preemptions += 1
-        self._waiting[sequence.request.request_id] = sequence
-        self._waiting.move_to_end(sequence.request.request_id, last=False)
+        sequence.num_preemptions += 1
+        if should_swap(sequence, self.limits, self._memory, self.step_time):
+            self.counters.swaps += 1
+            self._memory.swap_out(sequence)
+        else:
+            self._memory.give_back(sequence)
+        sequence.status = Status.WAITING
+        self._let_followers_go(sequence)
+        self._queue.requeue(sequence)
 
     def _retire(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is Status.RUNNING:
             del self._running[sequence.request.request_id]
-            self._give_back(sequence)
+            self._memory.give_back(sequence)
         else:
-            del self._waiting[sequence.request.request_id]
+            self._queue.remove(sequence)
+            self._memory.forget_swapped(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
+        sequence.parent = None
+        self._let_followers_go(sequence)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._observed_lengths.learn(sequence.num_prompt_tokens, sequence.num_generated)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        """Free pages and slot, or leave it to the commit of the last step that names them."""
-        pages, slot = sequence.pages, sequence.slot
-        sequence.pages, sequence.slot, sequence.capacity = [], -1, 0
-        sequence.generation += 1
-        sequence.num_scheduled = sequence.num_computed = sequence.num_registered_pages = 0
-        sequence.prefix_node = ROOT
-        if sequence.last_step > self._last_committed:
-            self._deferred.setdefault(sequence.last_step, []).append((pages, slot))
-            self._num_deferred_pages += len(pages)
-        else:
-            self._free(pages, slot)
+    def _let_followers_go(self, sequence: Sequence) -> None:
+        """Its forks may be admitted."""
+        for follower in sequence.followers:
+            self._queue.let_go(follower)
+        sequence.followers = []
 
-    def _free(self, pages: list[int], slot: int) -> None:
-        self.pool.release(reversed(pages))
-        self._free_slots.append(slot)
+    # ------------------------------------------------------------------ what policies may ask
+
+    def _root(self, cache_salt: str) -> object:
+        return self.cache.root((self.limits.cache_name, cache_salt))
+
+    def _predicted_tokens(self, sequence: Sequence) -> float:
+        predictor, request = self.limits.length_predictor, sequence.request
+        most = sequence.max_total_tokens - sequence.num_prompt_tokens
+        if predictor == "max_tokens":
+            return most
+        return min(self._observed_lengths(request) if predictor == "observed" else predictor(request), most)
+
+    def _cached_tokens(self, sequence: Sequence) -> int:
+        match = self.cache.match(sequence.root, sequence.packed, len(sequence.token_ids) - 1)
+        return len(match.pages) * self.limits.page_size
+
+    def _start_of_turn(self, sequence: Sequence) -> float:
+        if sequence.start_of_turn is None:
+            sequence.start_of_turn = self._tenants.book(sequence)
+        return sequence.start_of_turn

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
-from jaxcb.paging import ROOT
+from jaxcb.paging import Node, pack_tokens
+from jaxcb.paging.prefix import TOKEN_BYTES
 from jaxcb.request import FinishReason, Request
 
 
@@ -31,12 +33,15 @@ class Sequence:
     """Prompt and answer together end here (``max_tokens`` or the context limit)."""
     end_ids: frozenset[int]
     """Ids that end the sequence once ``min_tokens`` were generated."""
+    root: Node = None
+    """The prefix cache's root for this request's salt."""
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
 
     num_predicted: int = 0
-    """Committed tokens and those that steps in flight will add: it grows when a step is planned that samples."""
+    """Committed tokens and those that steps in flight will add: it grows when a step is planned that samples. A step
+    with drafts adds an unknown number, so it grows when that commits, and the sequence waits for it."""
     num_scheduled: int = 0
     num_computed: int = 0
     last_step: int = -1
@@ -46,16 +51,44 @@ class Sequence:
 
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
-    """The block table: page of positions [i * page_size, (i + 1) * page_size) at index i."""
+    """The block table: page of positions [i * page_size, (i + 1) * page_size) at index i. The trash page stands for
+    pages behind the sliding window that were given back."""
     capacity: int = 0
     """Positions that ``pages`` hold: len(pages) * page_size."""
+    num_behind_window: int = 0
+    """Pages given back."""
+    next_edge: int = 0
+    """When so many positions are computed another page is full, and something is done about it."""
     num_registered_pages: int = 0
-    prefix_node: int = ROOT
+    prefix_node: Node = None
+    twins: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Index -> another page with the same tokens that the prefix cache knows instead of ours, and that we refer to."""
+    host_pages: list[int] = dataclasses.field(default_factory=list)
+    """Where its pages lie while it is swapped out, 0 for those behind the window."""
+    num_swapped: int = 0
+    """Positions whose KV lies there."""
+
+    parent: Sequence | None = None
+    """A fork starts from this sequence's pages if it still runs when the fork is admitted."""
+    followers: list[Sequence] = dataclasses.field(default_factory=list)
+    """Forks that join the queue when this sequence's prompt is computed."""
+
+    ticket: int = 0
+    """Order of arrival."""
+    rank: tuple[Any, ...] = ()
+    """What the waiting queue is sorted by; set while in the queue and kept afterwards."""
+    not_fitting: tuple[int, int] = (-1, 0)
+    """Free pages, and the number of the plan, when its admission was last tried in vain."""
+    num_overtaken: int = 0
+    """Later requests admitted while this one was the oldest, or stood at the head and didn't fit."""
+    start_of_turn: float | None = None
+    """Its tenant's virtual time, under the fair policy."""
 
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache gave at the first admission."""
     num_preemptions: int = 0
     admitted_once: bool = False
+    _packed: bytes = b""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_predicted = len(self.token_ids)
@@ -69,3 +102,10 @@ class Sequence:
     def num_generated(self) -> int:
         """Committed tokens of the answer."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def packed(self) -> bytes:
+        """``token_ids`` as the prefix cache wants them; packed once as long as nothing is committed."""
+        if len(self._packed) != TOKEN_BYTES * len(self.token_ids):
+            self._packed = pack_tokens(self.token_ids)
+        return self._packed

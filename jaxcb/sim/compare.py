@@ -85,14 +85,14 @@ def compare(
 ) -> list[Row]:
     """Run each preset on the trace.
 
-    A system of one engine runs on each of the machine's cards, requests going to the least loaded; one of separate pools
-    divides the cards. All get the same ``max_model_len``, the longest request of the trace, unless ``given`` says it.
+    A system of one engine runs on each of the machine's cards, requests going to the least loaded; one of separate
+    pools divides the cards. All get the same ``max_model_len``, the longest request of the trace, unless ``given`` says.
 
     Arguments:
         presets: names out of ``PRESETS``.
         limits: of goodput, and of early rejection where a system has it.
         given: fields of EngineConfig that stand over every preset's.
-        drive: runs a simulation to its end, with a progress bar, say; False: it was interrupted, and ends the comparison.
+        drive: runs a simulation to its end, with a progress bar, say; False: interrupted, which ends the comparison.
 
     Raises:
         ConfigError: there is no such preset, or the machine can't run it.
@@ -135,9 +135,7 @@ def clusters(
     """All of them before the first runs, so that what can't work is said at once."""
     length = -(-longest(trace) // PAGE_MULTIPLE) * PAGE_MULTIPLE
     settings = {"max_model_len": min(length, machine.model.max_position), **(given or {})}
-    return [
-        (name, cluster_of(name, machine, given=settings, ttft_limit_s=limits.ttft_s)) for name in presets
-    ]
+    return [(name, cluster_of(name, machine, given=settings, ttft_limit_s=limits.ttft_s)) for name in presets]
 
 
 def default_presets(num_gpus: int) -> list[str]:

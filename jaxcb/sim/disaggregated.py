@@ -1,8 +1,8 @@
 """Clusters with separate prefill and decode pools: DistServe, Splitwise, Mooncake, around real Schedulers.
 
 A request is computed on a prefill card up to its first token. Its KV then waits there until a decode card has room and
-pulls it over the network (DistServe, section 4.3); full pages arrive as pages of the decode card's prefix cache, and the
-last, partial page is computed again there, with the second token. Transfers to a card go one after the other.
+pulls it over the network (DistServe, section 4.3); full pages arrive as pages of the decode card's prefix cache, and
+the last, partial page is computed again there, with the second token. Transfers to a card go one after the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence as Array
 
 from jaxcb.request import Request
-from jaxcb.scheduler import Scheduler, Sequence, StepLoad
+from jaxcb.scheduler import Sequence, StepLoad
 from jaxcb.sim.arrivals import answer_token, exactly, prompt_tokens
 from jaxcb.sim.replica import Replica
 from jaxcb.sim.result import RequestRecord
@@ -133,7 +133,7 @@ class Disaggregated:
     def _fetched(
         self, simulation: Simulation, index: int, number: int, request: Request, found: list[int], now_s: float
     ) -> None:
-        place_kv(simulation.replicas[index].scheduler, found)
+        simulation.replicas[index].scheduler.place_prefix(found)
         self._prefill(simulation, index, number, request, now_s)
 
     def _prefill(self, simulation: Simulation, index: int, number: int, request: Request, now_s: float) -> None:
@@ -168,9 +168,9 @@ class Disaggregated:
             limits, num_open = scheduler.limits, replica.num_open + coming
             spare = int(limits.admission_watermark * limits.num_kv_pages) if num_open else 0
             needed = limits.num_pages(num_tokens) + self._coming_pages.get(index, 0) + spare
-            if num_open < limits.max_num_seqs and needed <= scheduler.pool.num_free and not scheduler.num_waiting:
-                if best is None or num_open < fewest:
-                    best, fewest = index, num_open
+            has_room = num_open < limits.max_num_seqs and needed <= scheduler.pool.num_free
+            if has_room and not scheduler.num_waiting and (best is None or num_open < fewest):
+                best, fewest = index, num_open
         return best
 
     def _landed(self, simulation: Simulation, index: int, number: int, pages: int, now_s: float) -> None:
@@ -180,7 +180,7 @@ class Disaggregated:
         request, record = simulation.trace[number], simulation.records[number]
         replica = simulation.replicas[index]
         tokens = prompt_tokens(number, request)
-        place_kv(replica.scheduler, tokens)
+        replica.scheduler.place_prefix(tokens)
         rest = Request(
             request_id=str(number),
             prompt_token_ids=[*tokens, answer_token(request)],
@@ -188,13 +188,6 @@ class Disaggregated:
             arrival_s=record.arrival_s,
         )
         simulation.submit(replica, number, now_s, rest)
-
-
-def place_kv(scheduler: Scheduler, token_ids: list[int]) -> None:
-    """Put the KV of full pages, which came from elsewhere, into a scheduler's prefix cache: as if a sequence had
-    computed it here and ended. What doesn't fit the free pages is left out."""
-    cache, size = scheduler.cache, scheduler.limits.page_size
-    raise NotImplementedError
 
 
 def prefill_s(replica: Replica, num_tokens: int, num_found: int) -> float:

@@ -132,7 +132,7 @@ class Replica:
             step_s = spec.step_time.step_s(load)
         else:
             step_s = spec.step_time.step_s(load._replace(num_tokens=spec.padding(plan)))
-        if getattr(plan, "moves", None):
+        if plan.moves:
             step_s += (len(plan.moves.out) + len(plan.moves.into)) * spec.limits.host_page_s
         self.last_step_s = step_s
         self._device_free_s = start_s + step_s

@@ -16,7 +16,7 @@ def test_chunks_and_decodes_of_requests_that_come_and_wait():
     assert draw(trace, max_num_seqs=2) == [
         "step    1.....",
         "0 20+4  PPddd",
-        "1 3+2   .Pd",
+        "1 3+2   Pd",
         "2 2+3      Pdd",
     ]
 

@@ -1,0 +1,114 @@
+"""Admission: which waiting sequences start in a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from jaxcb.scheduler.chunks import PromptBudget
+from jaxcb.scheduler.knobs import SchedulerLimits
+from jaxcb.scheduler.memory import SequenceMemory, Start
+from jaxcb.scheduler.queue import WaitingQueue
+from jaxcb.scheduler.sequence import Sequence, Status
+
+MAX_SET_ASIDE = 16
+"""Heads that don't fit which one plan looks past."""
+PLANS_BETWEEN_TRIES = 16
+"""A head that didn't fit is looked at again when more pages are free, and at least this often."""
+
+
+class Admission:
+    """Moves sequences from the queue to ``running``."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        memory: SequenceMemory,
+        queue: WaitingQueue,
+        running: OrderedDict[str, Sequence],
+    ):
+        self._limits, self._memory, self._queue, self._running = limits, memory, queue, running
+        self._batch_is_forming = True
+        self._num_plans = 0
+        self._last_admission = 0
+        self._promised = 0
+
+    def fill(self, budget: PromptBudget) -> list[Sequence]:
+        """Admit while the head of the queue fits the slots, the pages and the budget."""
+        self._num_plans += 1
+        if not self._queue:
+            self._batch_is_forming = False
+            return []
+        if not self._is_open():
+            return []
+        if self._limits.reservation == "guaranteed":
+            self._promised = sum(self._pages_to_come(sequence) for sequence in self._running.values())
+        admitted: list[Sequence] = []
+        num_set_aside = 0
+        while budget.left and self.has_place and (sequence := self._queue.head()):
+            if sequence.last_step > self._memory.last_committed:
+                break  # preempted with a token in flight: what is to be computed isn't known yet
+            start = self._fitting(sequence)
+            num_tokens = budget.offer(len(sequence.token_ids) - start.num_computed) if start else 0
+            if start and num_tokens:
+                self._admit(sequence, start)
+                budget.take(sequence, num_tokens, is_new=True)
+                admitted.append(sequence)
+            elif sequence.num_overtaken < self._limits.max_passes and num_set_aside < MAX_SET_ASIDE:
+                self._queue.set_aside(sequence)
+                num_set_aside += 1
+            else:
+                break
+        self._queue.restore()
+        self._batch_is_forming = not budget.left and bool(self._queue)
+        return admitted
+
+    @property
+    def has_place(self) -> bool:
+        """One more sequence may run."""
+        return len(self._running) < self._limits.max_num_seqs and bool(self._memory.free_slots)
+
+    def pages_needed(self, sequence: Sequence) -> int:
+        """Free pages that its admission takes."""
+        return self._memory.start_of(sequence).num_free_needed
+
+    def _is_open(self) -> bool:
+        limits, num_running = self._limits, len(self._running)
+        if not num_running:
+            return True
+        if limits.batching == "static":
+            return self._batch_is_forming
+        waited = self._num_plans - self._last_admission
+        return len(self._queue) >= limits.waiting_served_ratio * num_running or waited > limits.max_waiting_steps
+
+    def _fitting(self, sequence: Sequence) -> Start | None:
+        """Where the sequence starts from if the pages for it are there."""
+        limits, num_free = self._limits, self._memory.pool.num_free
+        reserve = 0
+        if self._running:
+            free_then, plan_then = sequence.not_fitting
+            if num_free <= free_then and self._num_plans < plan_then + PLANS_BETWEEN_TRIES:
+                return None
+            reserve = int(limits.admission_watermark * limits.num_kv_pages)
+        start = self._memory.start_of(sequence)
+        needed = start.num_free_needed
+        if limits.reservation == "guaranteed":
+            reserve = self._promised
+            needed += limits.num_pages(sequence.max_total_tokens) - len(sequence.token_ids) // limits.page_size - 1
+        if needed + reserve <= num_free:
+            return start
+        sequence.not_fitting = num_free, self._num_plans
+        return None
+
+    def _admit(self, sequence: Sequence, start: Start) -> None:
+        self._queue.remove(sequence)
+        self._queue.was_admitted(sequence)
+        self._memory.admit(sequence, start)
+        self._running[sequence.request.request_id] = sequence
+        sequence.status = Status.RUNNING
+        self._last_admission = self._num_plans
+        if self._limits.reservation == "guaranteed":
+            self._promised += self._pages_to_come(sequence)
+
+    def _pages_to_come(self, sequence: Sequence) -> int:
+        """Pages that a running sequence may still take."""
+        return self._limits.num_pages(sequence.max_total_tokens) - len(sequence.pages)

@@ -1,0 +1,241 @@
+"""SequenceMemory: which pages and which slot a sequence has. It alone takes them and gives them back.
+
+Pages and slots that a planned step names stay owned until that step has committed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from jaxcb.paging import TRASH_PAGE, Match, PrefixCache, pack_tokens
+from jaxcb.paging.prefix import TOKEN_BYTES
+from jaxcb.scheduler.knobs import SchedulerLimits
+from jaxcb.scheduler.sequence import Sequence, Status
+
+NEVER = 2**62
+"""As ``num_registered_pages``: no page of this sequence becomes known. As ``next_edge``: nothing to do, ever."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """What a waiting sequence would start from if it were admitted now."""
+
+    shared: list[int]
+    """Pages to refer to, as :class:`Match` has them."""
+    match: Match
+    """The part of ``shared`` that the prefix cache knows."""
+    copy_of: int
+    """Device page whose first positions are copied into the next page; 0 if none."""
+    num_behind_window: int
+    """Pages after ``shared`` that are left out, since nothing looks at them any more."""
+    host_pages: list[int]
+    """The sequence's swapped pages that follow."""
+    num_computed: int
+    """Positions whose KV that gives."""
+    num_new: int
+    """Pages to allocate for all its tokens and one more, or for ``max_model_len`` with reservation "full"."""
+    num_free_needed: int
+    """Free pages that all of it uses up."""
+
+
+class SequenceMemory:
+    """Pages and slots of an engine's sequences."""
+
+    def __init__(self, limits: SchedulerLimits):
+        self.limits = limits
+        self.cache = PrefixCache(
+            limits.num_kv_pages,
+            limits.page_size,
+            enabled=limits.enable_prefix_caching,
+            num_host_pages=limits.num_host_pages,
+        )
+        self.pool, self.host = self.cache.pool, self.cache.host
+        self.free_slots = list(reversed(range(limits.num_slots)))
+        self.last_committed = -1
+        self.num_deferred_pages = 0
+        """Pages that come back when a step in flight commits."""
+        self._deferred: dict[int, list[tuple[list[int], int]]] = {}  # step -> pages and slots (-1: none) to free then
+
+    # ------------------------------------------------------------------ at admission
+
+    def start_of(self, sequence: Sequence) -> Start:
+        """Where the sequence can start from: its parent's pages, its own in host memory, or the prefix cache."""
+        limits, size = self.limits, self.limits.page_size
+        num_tokens = len(sequence.token_ids)
+        match = self.cache.match(sequence.root, sequence.packed, num_tokens - 1)
+        shared, copy_of, behind, host_pages = match.pages, 0, 0, list[int]()
+        num_computed = len(shared) * size
+        parent = sequence.parent
+        if sequence.num_swapped:
+            behind = sequence.host_pages.count(TRASH_PAGE)
+            on_device = 0 if behind else sequence.num_swapped
+            match = self.cache.match(sequence.root, sequence.packed, on_device, on_device=True)
+            shared, host_pages = match.pages, sequence.host_pages[len(match.pages) + behind :]
+            num_computed = sequence.num_swapped
+        elif parent is not None and parent.status is Status.RUNNING and not parent.num_behind_window:
+            common = min(_common_length(sequence.packed, parent.packed), parent.num_computed, num_tokens - 1)
+            if common > num_computed:
+                full = common // size
+                shared = [*match.pages, *parent.pages[len(match.pages) : full]]
+                copy_of = parent.pages[full] if common % size else 0
+                num_computed = common
+        total = limits.num_pages(limits.max_model_len) if limits.reservation == "full" else num_tokens // size + 1
+        num_new = total - len(shared) - behind
+        num_free_needed = num_new + self.cache.num_to_take(shared)
+        return Start(shared, match, copy_of, behind, host_pages, num_computed, num_new, num_free_needed)
+
+    def admit(self, sequence: Sequence, start: Start) -> None:
+        """Give the sequence its pages and a slot. The caller has checked that they are free."""
+        pages = self.cache.take(start.shared)
+        new = self.pool.allocate(start.num_new)
+        moves = self.cache.moves
+        if start.copy_of:
+            moves.copies.append((start.copy_of, new[0]))
+        moves.into += zip(start.host_pages, new, strict=False)
+        self.forget_swapped(sequence)
+        sequence.pages = pages + [TRASH_PAGE] * start.num_behind_window + new
+        sequence.capacity = len(sequence.pages) * self.limits.page_size
+        sequence.slot = self.free_slots.pop()
+        sequence.num_computed = sequence.num_scheduled = start.num_computed
+        sequence.num_behind_window = start.num_behind_window
+        sequence.num_registered_pages, sequence.prefix_node = len(start.match.pages), start.match.node
+        if start.num_behind_window or not self.cache.enabled:
+            sequence.num_registered_pages = NEVER  # the beginning is gone, so nobody could find what follows
+        self._set_next_edge(sequence)
+
+    # ------------------------------------------------------------------ while it runs
+
+    def grow(self, sequence: Sequence) -> list[int]:
+        """One more page, which the caller has checked is free."""
+        pages = self.pool.allocate(1)
+        sequence.pages += pages
+        sequence.capacity += self.limits.page_size
+        return pages
+
+    def page_is_full(self, sequence: Sequence) -> None:
+        """``num_computed`` has reached ``next_edge``: share what is full, give back what nobody looks at any more."""
+        if sequence.num_registered_pages is not NEVER:
+            self._register_pages(sequence)
+        if self.limits.sliding_window is not None:
+            self._return_behind_window(sequence, self.limits.sliding_window)
+        self._set_next_edge(sequence)
+
+    def _set_next_edge(self, sequence: Sequence) -> None:
+        size = self.limits.page_size
+        idle = sequence.num_registered_pages is NEVER and self.limits.sliding_window is None
+        sequence.next_edge = NEVER if idle else (sequence.num_computed // size + 1) * size
+
+    def _register_pages(self, sequence: Sequence) -> None:
+        """Make the pages that are full and computed known to the prefix cache."""
+        size = self.limits.page_size
+        first, end = sequence.num_registered_pages, sequence.num_computed // size
+        packed = pack_tokens(sequence.token_ids[first * size : end * size])
+        page_bytes = size * TOKEN_BYTES
+        for i, index in enumerate(range(first, end)):
+            page, tokens = sequence.pages[index], packed[i * page_bytes : (i + 1) * page_bytes]
+            sequence.prefix_node, known = self.cache.register(sequence.prefix_node, tokens, page)
+            if known != page:
+                sequence.twins[index] = known
+        sequence.num_registered_pages = end
+
+    def _return_behind_window(self, sequence: Sequence, window: int) -> None:
+        """Later positions look at ``window`` positions, their own included. Steps in flight are later too."""
+        first, end = sequence.num_behind_window, (sequence.num_computed - window + 1) // self.limits.page_size
+        if end > first:
+            behind = range(first, end)
+            self.pool.release(_leaves_first(sequence, behind))
+            for index in behind:
+                sequence.pages[index] = TRASH_PAGE
+                sequence.twins.pop(index, None)
+            sequence.num_behind_window = end
+
+    # ------------------------------------------------------------------ when it leaves
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Plan the move of a running sequence's KV to host memory, and give its pages and slot back."""
+        used = sequence.pages[: self.limits.num_pages(sequence.num_scheduled)]
+        taken = iter(self.host.allocate(len(used) - sequence.num_behind_window))
+        sequence.host_pages = [next(taken) if page != TRASH_PAGE else 0 for page in used]
+        self.cache.moves.out += [pair for pair in zip(used, sequence.host_pages, strict=True) if pair[1]]
+        sequence.num_swapped = sequence.num_scheduled
+        self.give_back(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Free pages and slot, or leave it to the commit of the last step that names them."""
+        pages, slot = _leaves_first(sequence, range(len(sequence.pages))), sequence.slot
+        sequence.pages, sequence.slot, sequence.capacity = [], -1, 0
+        sequence.generation += 1
+        sequence.num_scheduled = sequence.num_computed = sequence.num_registered_pages = 0
+        sequence.num_behind_window = 0
+        sequence.twins = {}
+        if sequence.last_step > self.last_committed:
+            self._deferred.setdefault(sequence.last_step, []).append((pages, slot))
+            self.num_deferred_pages += len(pages)
+        else:
+            self._free(pages, slot)
+
+    def forget_swapped(self, sequence: Sequence) -> None:
+        """What a sequence has in host memory, if anything, is needed no more."""
+        if sequence.num_swapped:
+            self.host.free(page for page in sequence.host_pages if page)
+            sequence.host_pages, sequence.num_swapped = [], 0
+
+    def committed(self, step: int) -> None:
+        """A step has committed: what only it held back is free."""
+        self.last_committed = step
+        for pages, slot in self._deferred.pop(step, ()):
+            self.num_deferred_pages -= len(pages)
+            self._free(pages, slot)
+
+    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless every reference to a page, every host page and every slot is accounted for."""
+        running = list(running)
+        self.cache.check()
+        references = [0] * (self.pool.num_pages + 1)
+        deferred = [entry for entries in self._deferred.values() for entry in entries]
+        tables = [_leaves_first(sequence, range(len(sequence.pages))) for sequence in running]
+        tables += [pages for pages, _ in deferred]
+        for pages in [*tables, self.cache.pinned_pages]:
+            for page in pages:
+                references[page] += 1
+        for page in range(1, self.pool.num_pages + 1):
+            assert references[page] == self.pool.refcount(page), f"page {page}: {references[page]} tables name it"
+        assert self.num_deferred_pages == sum(len(pages) for pages, _ in deferred)
+        slots = [sequence.slot for sequence in running] + [slot for _, slot in deferred]
+        assert sorted(slots + self.free_slots) == list(range(self.limits.num_slots)), "a slot is lost or shared"
+        swapped = [page for sequence in waiting for page in sequence.host_pages if page]
+        assert len(set(swapped)) == len(swapped), "a host page holds two things"
+        assert len(swapped) + self.host.num_freed == self.host.num_used, "a host page is lost"
+
+    def _free(self, pages: list[int], slot: int) -> None:
+        self.pool.release(pages)
+        self.free_slots.append(slot)
+
+
+def _leaves_first(sequence: Sequence, indices: range) -> list[int]:
+    """What the sequence refers to at these indices, in the order in which the prefix cache wants it back."""
+    if not sequence.twins:
+        pages = sequence.pages[indices.start : indices.stop]
+        pages.reverse()
+        return pages[: -sequence.num_behind_window or None] if indices.start == 0 else pages
+    pages = []
+    for index in reversed(indices):
+        page = sequence.pages[index]
+        if page != TRASH_PAGE:
+            pages.append(page)
+        if index in sequence.twins:
+            pages.append(sequence.twins[index])
+    return pages
+
+
+def _common_length(a: bytes, b: bytes) -> int:
+    """Tokens with which two packed lists both begin."""
+    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
