@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxcb import validation
 from jaxcb.errors import ConfigError
@@ -80,6 +80,17 @@ class EngineConfig(SchedulingKnobs):
     seed: int = 0
     backend: Backend | None = None
     step_log: str | None = None
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> EngineConfig:
+        """The settings of a published system ("vllm-v1", "sarathi", ...; see :mod:`jaxcb.presets`), with changes.
+
+        Raises:
+            ConfigError: there is no such system, or it needs several engines.
+        """
+        from jaxcb.presets import engine_settings
+
+        return cls(**(engine_settings(name) | changes))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from jaxcb.errors import ConfigError
@@ -37,7 +36,7 @@ class Preset:
     """Where its design is described."""
     models: str
     """What of it is modelled, and what is not."""
-    settings: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of EngineConfig."""
     padded: bool = False
     """Sequences that have ended are computed on as padding until their batch is done."""
@@ -83,7 +82,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "sarathi": Preset(
         source="Agrawal et al., Sarathi-Serve, OSDI 2024, sections 4.1 to 4.3",
-        models="stall-free batches: decodes first, then chunks under a budget of 512 that bounds the gap between tokens",
+        models="stall-free batches: decodes first, then chunks under a budget of 512, which bounds the gap of tokens",
         settings={
             "max_num_batched_tokens": 512,
             "preemption": "recompute",

@@ -58,6 +58,11 @@ def decode_sizes(config: EngineConfig, num_seqs: int, *, on_cpu: bool) -> tuple[
     return _below(config.decode_buckets, CPU_DECODE_BUCKETS if on_cpu else GPU_DECODE_BUCKETS, num_seqs)
 
 
+def num_host_pages(config: EngineConfig, page_bytes: int) -> int:
+    """Pages that the host memory of the config holds."""
+    return int(config.host_kv_gib * 2**30) // page_bytes
+
+
 def scheduler_limits(
     config: EngineConfig,
     *,
@@ -79,7 +84,7 @@ def scheduler_limits(
         page_size=config.page_size,
         num_slots=2 * batch.num_seqs,
         enable_prefix_caching=config.enable_prefix_caching,
-        num_host_pages=int(config.host_kv_gib * 2**30) // page_bytes,
+        num_host_pages=num_host_pages(config, page_bytes),
         host_page_s=page_bytes / link_bytes_per_s,
         step_sizes=step_sizes,
         sliding_window=sliding_window,

@@ -6,12 +6,16 @@ Backends live behind each function. Nothing of the engine may come in: this pack
 from pallas_kernels.attention import ragged_paged_attention
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend, attention_metadata, default_backend
+from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 
 __all__ = [
     "AttentionMetadata",
     "Backend",
     "attention_metadata",
+    "copy_pages",
     "default_backend",
+    "gather_pages",
     "ragged_paged_attention",
+    "scatter_pages",
     "write_kv",
 ]

@@ -1,4 +1,4 @@
-"""Both functions in plain numpy and float64, one sequence and one head at a time: what the backends are judged by."""
+"""The functions in plain numpy and float64, one sequence and one head at a time: what the backends are judged by."""
 
 from __future__ import annotations
 
@@ -63,6 +63,16 @@ def write_kv(
                 out[flat_page, offset] = np.asarray(row).astype(ml_dtypes.bfloat16).view(np.uint16)
             else:
                 out[flat_page, offset] = row
+    return out
+
+
+def copy_pages(
+    kv: Shaped[np.ndarray, "N ..."], sources: Int32[np.ndarray, " M"], destinations: Int32[np.ndarray, " M"]
+) -> Shaped[np.ndarray, "N ..."]:
+    """:func:`pallas_kernels.copy_pages` of one array, pair after pair, from the pool as it was, in a copy of it."""
+    out = np.array(kv)
+    for source, destination in zip(np.asarray(sources), np.asarray(destinations), strict=True):
+        out[destination] = kv[source]
     return out
 
 

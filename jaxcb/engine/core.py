@@ -27,6 +27,7 @@ class EngineCore:
         self.num_steps = 0
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
+        self._last_wait_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -55,8 +56,14 @@ class EngineCore:
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             oldest = self._in_flight.popleft()
             token_ids, ended_s = oldest.wait(), time.perf_counter()
+            self._observe(oldest, ended_s)
             events = self.scheduler.commit(oldest.plan, token_ids)
             if self.step_log is not None:
                 self.step_log.done(oldest, ended_s, more=self.has_work)
             return events
         return []
+
+    def _observe(self, step: InFlight, ended_s: float) -> None:
+        """The device took the step up when it was launched, or when it was done with the one before."""
+        self.scheduler.observe(step.plan, ended_s - max(step.launched_s, self._last_wait_s))
+        self._last_wait_s = ended_s

@@ -19,6 +19,7 @@ from jaxcb.sizing import (
     batch_limits,
     decode_sizes,
     mixed_sizes,
+    num_host_pages,
     scheduler_limits,
     wanted_model_len,
 )
@@ -70,19 +71,22 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
 
 def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
     """The scheduler's limits of a resolved config."""
-    page_bytes = _set(config.kv_cache_memory_bytes) // _set(config.num_kv_pages)
     on_cpu = jax.default_backend() == "cpu"
     return scheduler_limits(
         config,
         batch=BatchLimits(_set(config.max_num_seqs), _set(config.max_num_batched_tokens)),
         max_model_len=_set(config.max_model_len),
         num_kv_pages=_set(config.num_kv_pages),
-        page_bytes=page_bytes,
+        page_bytes=_page_bytes(config),
         link_bytes_per_s=CPU_COPY_BYTES_PER_S if on_cpu else GPU_LINK_BYTES_PER_S,
         step_sizes=(*_set(config.mixed_buckets), _set(config.max_num_batched_tokens)),
         sliding_window=_widest_window(spec),
         cache_name=f"{config.model}@{config.revision}:{config.dtype}",
     )
+
+
+def _page_bytes(config: EngineConfig) -> int:
+    return _set(config.kv_cache_memory_bytes) // _set(config.num_kv_pages)
 
 
 def _widest_window(spec: ModelSpec) -> int | None:
@@ -97,6 +101,7 @@ def shape_of(config: EngineConfig) -> RunnerShape:
         page_size=config.page_size,
         num_slots=2 * _set(config.max_num_seqs),
         max_model_len=_set(config.max_model_len),
+        num_host_pages=num_host_pages(config, _page_bytes(config)),
     )
 
 

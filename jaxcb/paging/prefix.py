@@ -54,6 +54,8 @@ class PrefixCache:
         self._key_of: dict[int, Key] = {}  # page, negative in host memory -> key
         self._next_node = 1
         self._epoch = 0
+        self.num_brought_back = 0
+        """Pages that a hit moved from host memory to the device, since the start."""
         self.pinned_pages: list[int] = []
         """Every reference that pins hold, leaves first."""
 
@@ -170,6 +172,7 @@ class PrefixCache:
         self._key_of[page] = key
         self.pool.keep_for_reuse(page)
         self.moves.into.append((host_page, page))
+        self.num_brought_back += 1
         self.host.free((host_page,))
         return page
 

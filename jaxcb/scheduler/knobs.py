@@ -200,11 +200,8 @@ def _one_of(knobs: object, name: str, allowed: Any, *, or_function: str = "") ->
     if or_function and callable(value):
         return
     if not isinstance(value, str) or value not in allowed:
-        names = ", ".join(allowed)
-        raise ConfigError(
-            f"{name} must be one of {names}{', or ' + or_function if or_function else ''}, got {validation.shown(value)}",
-            param=name,
-        )
+        names = ", ".join(allowed) + (f", or {or_function}" if or_function else "")
+        raise ConfigError(f"{name} must be one of {names}, got {validation.shown(value)}", param=name)
 
 
 def _integer(knobs: object, name: str, *, low: int) -> None:

@@ -91,7 +91,8 @@ class SequenceMemory:
         new = self.pool.allocate(start.num_new)
         moves = self.cache.moves
         if start.copy_of:
-            moves.copies.append((start.copy_of, new[0]))
+            sources = {copy: source for source, copy in moves.copies}  # a parent admitted in this very plan has a copy
+            moves.copies.append((sources.get(start.copy_of, start.copy_of), new[0]))
         moves.into += zip(start.host_pages, new, strict=False)
         self.forget_swapped(sequence)
         sequence.pages = pages + [TRASH_PAGE] * start.num_behind_window + new

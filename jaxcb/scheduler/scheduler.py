@@ -53,8 +53,6 @@ class SchedulerCounters:
     """Of admitted requests."""
     prompt_tokens_cached: int = 0
     """The part of ``prompt_tokens`` that the prefix cache gave."""
-    prompt_tokens_from_host: int = 0
-    """The part of ``prompt_tokens_cached`` that came back from host memory."""
     generated_tokens: int = 0
     preemptions: int = 0
     swaps: int = 0

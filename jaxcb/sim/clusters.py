@@ -9,7 +9,7 @@ from typing import Any
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.presets import Pools, Preset, find_preset
-from jaxcb.scheduler import SchedulerLimits, StepPlan
+from jaxcb.scheduler import StepPlan
 from jaxcb.sim.disaggregated import STORE_BLOCK_TOKENS, Disaggregated, Network, Store
 from jaxcb.sim.gpus import GPUS, Gpu
 from jaxcb.sim.models import Model
@@ -93,7 +93,9 @@ def _disaggregated(
     # What arrives over the network is found through the prefix cache.
     decode_config = dataclasses.replace(config, enable_prefix_caching=True)
     specs = [
-        _spec(machine.model, gpu, config if index < num_prefill else decode_config, None, None if index else on_plan)
+        _spec(machine.model, gpu, config, None, None if index else on_plan)
+        if index < num_prefill
+        else dataclasses.replace(_spec(machine.model, gpu, decode_config, None, None), continues=True)
         for index, gpu in enumerate(gpus)
     ]
     bytes_per_token = machine.model.kv_bytes_per_token(BFLOAT16_BYTES)
@@ -140,8 +142,3 @@ class StaticPadding:
 def longest(trace: Sequence[TraceRequest]) -> int:
     """Tokens of the longest sequence of a trace: what ``max_model_len`` has to be for all of it."""
     return max(request.num_prompt_tokens + request.num_output_tokens for request in trace)
-
-
-def fitting_model_len(trace: Sequence[TraceRequest], limits: SchedulerLimits) -> int:
-    """The shortest ``max_model_len`` that serves the whole trace, in whole pages, at most the limits' own."""
-    return min(-(-longest(trace) // limits.page_size) * limits.page_size, limits.max_model_len)

@@ -86,7 +86,7 @@ def compare(
     """Run each preset on the trace.
 
     A system of one engine runs on each of the machine's cards, requests going to the least loaded; one of separate
-    pools divides the cards. All get the same ``max_model_len``, the longest request of the trace, unless ``given`` says.
+    pools divides the cards. All get the same ``max_model_len``, the longest request of the trace, unless it is given.
 
     Arguments:
         presets: names out of ``PRESETS``.

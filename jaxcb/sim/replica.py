@@ -28,6 +28,7 @@ class ReplicaSpec:
         run_ahead: plan step k + 1 while step k runs, as the engine does by default.
         padding: tokens that the device computes for a plan, where they are more than the plan's (compiled sizes, say).
         on_plan: called with each plan, the time at which its step starts on the device, and how long it takes.
+        continues: its prompts come from other replicas with their KV, so they say nothing of prefix caching.
     """
 
     limits: SchedulerLimits
@@ -35,6 +36,7 @@ class ReplicaSpec:
     run_ahead: bool = True
     padding: Padding | None = None
     on_plan: OnPlan | None = None
+    continues: bool = False
 
 
 class Gaps:
@@ -88,6 +90,10 @@ class Replica:
     @property
     def step_time(self) -> StepTime:
         return self._spec.step_time
+
+    @property
+    def continues(self) -> bool:
+        return self._spec.continues
 
     @property
     def num_open(self) -> int:
@@ -180,8 +186,9 @@ class Replica:
         self._answer_of.pop(sequence, None)
         self.num_open_tokens -= _num_tokens(sequence.request)
         record.num_preemptions += sequence.num_preemptions
+        if record.num_generated == 0:  # else it comes from a prefill card, and what is "cached" is what came with it
+            record.num_cached_tokens = sequence.num_cached_tokens
         record.num_generated += sequence.num_generated
-        record.num_cached_tokens = max(record.num_cached_tokens, sequence.num_cached_tokens)
         self._on_end(self, sequence, record)
 
 

@@ -122,6 +122,7 @@ class Result:
     def of(cls, requests: list[RequestRecord], gaps: Gaps, replicas: Sequence[Replica], duration_s: float) -> Result:
         """Of everything that the replicas have done so far."""
         counters = [replica.scheduler.counters for replica in replicas]
+        first = [replica.scheduler.counters for replica in replicas if not replica.continues]
         usages = [replica.usage for replica in replicas]
         pools = [replica.scheduler.pool.num_pages for replica in replicas]
         busy_s, num_steps = sum(usage.busy_s for usage in usages), sum(usage.num_steps for usage in usages)
@@ -136,8 +137,8 @@ class Result:
             num_step_tokens=sum(usage.num_step_tokens for usage in usages),
             num_output_tokens=sum(counter.generated_tokens for counter in counters),
             num_preemptions=sum(counter.preemptions for counter in counters),
-            num_prompt_tokens=sum(counter.prompt_tokens for counter in counters),
-            num_cached_tokens=sum(counter.prompt_tokens_cached for counter in counters),
+            num_prompt_tokens=sum(counter.prompt_tokens for counter in first),
+            num_cached_tokens=sum(counter.prompt_tokens_cached for counter in first),
             mean_running=sum(usage.num_rows for usage in usages) / num_steps if num_steps else 0.0,
             mean_kv_use=sum(usage.page_seconds for usage in usages) / page_seconds if page_seconds else 0.0,
             peak_kv_use=max(usage.peak_pages / pages for usage, pages in zip(usages, pools, strict=True)),

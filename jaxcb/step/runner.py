@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -25,6 +26,7 @@ from jaxcb.sampling import Tier
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes, sample_size
 from jaxcb.step.buckets import Bucket, Buckets
+from jaxcb.step.page_mover import PageMover
 from jaxcb.step.program import StepProgram, sample_step
 from pallas_kernels.metadata import Backend
 
@@ -37,6 +39,8 @@ class RunnerShape:
     page_size: int
     num_slots: int
     max_model_len: int
+    num_host_pages: int = 0
+    """Pages kept in host memory."""
 
     @property
     def table_width(self) -> int:
@@ -51,6 +55,8 @@ class InFlight:
     plan: StepPlan
     bucket: Bucket
     token_ids: Int[Array, "S"]
+    launched_s: float
+    """On the clock of ``time.perf_counter()``."""
 
     def wait(self) -> list[int]:
         """Block until the step has run; token ids by row (of no meaning where the row samples nothing)."""
@@ -68,6 +74,7 @@ class Runner:
         self._forward: dict[Bucket, Compiled] = {}
         self._sample: dict[tuple[int, Tier], Compiled] = {}
         self._change: Compiled | None = None
+        self._mover = PageMover(self._kv, shape.num_host_pages, backend)
 
     def compile(self, *, progress: bool = True) -> None:
         """Compile every program, several at once. With a warm compilation cache this loads them.
@@ -88,14 +95,17 @@ class Runner:
     def launch(self, plan: StepPlan) -> InFlight:
         """Upload a plan and start its two programs. Returns at once; the device works on."""
         bucket = self.buckets.choose(plan.num_tokens, plan.decode_only)
+        launched_s = time.perf_counter()
         upload, overflow = self._layouts[bucket].pack(plan)
+        if plan.moves is not None:
+            self._kv = self._mover.move(self._kv, plan.moves)
         for start in range(0, len(overflow), CHANGES_PER_UPLOAD):
             self._upload_changes(overflow[start : start + CHANGES_PER_UPLOAD])
         self._kv, self._state, logits, part = self._forward[bucket](self.params, self._kv, self._state, upload)
         sampler = self._sample[bucket.num_seqs, tier_of(plan)]
         self._state, token_ids = sampler(self._state, logits, part)
         token_ids.copy_to_host_async()
-        return InFlight(plan, bucket, token_ids)
+        return InFlight(plan, bucket, token_ids, launched_s)
 
     @property
     def kv_bytes(self) -> int:
@@ -135,6 +145,7 @@ class Runner:
             functools.partial(jax.jit(apply_changes, donate_argnums=0).lower, state, change, change),
             functools.partial(setattr, self, "_change"),
         )
+        yield from self._mover.jobs()
 
 
 def tier_of(plan: StepPlan) -> Tier:

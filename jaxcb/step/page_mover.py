@@ -1,0 +1,105 @@
+"""PageMover: carries out a plan's PageMoves on the device's pages, and keeps the pages in host memory."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled, Lowered
+from jaxtyping import Array, Shaped
+
+from jaxcb.paging import PageMoves
+from pallas_kernels import copy_pages, gather_pages, scatter_pages
+from pallas_kernels.metadata import Backend
+
+PAGES_PER_MOVE = 32
+"""Pages that one call moves; fewer are padded with the trash page."""
+MAX_LEAVING = 4
+"""Calls whose pages are on their way to host memory; each holds device memory until they have arrived."""
+
+KVPages = Shaped[Array, "N L 2 page_size K D"]
+
+
+class PageMover:
+    """Not thread-safe: the engine's thread calls it.
+
+    Everything is queued on the device behind the steps in flight, so the host waits for nothing, except for pages that
+    come back before they have arrived in host memory.
+
+    Arguments:
+        kv: the device's pages, as they are given to every call.
+        num_host_pages: pages of host memory.
+    """
+
+    def __init__(self, kv: KVPages, num_host_pages: int, backend: Backend):
+        self.num_host_pages = num_host_pages
+        self._kv, self._backend = jax.ShapeDtypeStruct(kv.shape, kv.dtype, sharding=kv.sharding), backend
+        self._host = np.empty((num_host_pages + 1, *kv.shape[1:]), kv.dtype)  # the system gives memory page by page
+        self._leaving: deque[tuple[list[int], jax.Array]] = deque()
+        self._programs: dict[str, Compiled] = {}
+
+    def jobs(self) -> Iterable[tuple[Callable[[], Lowered], Callable[[Compiled], Any]]]:
+        """(lower it, keep it) for every program."""
+        pages = jax.ShapeDtypeStruct((PAGES_PER_MOVE,), jnp.int32)
+        rows = jax.ShapeDtypeStruct((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
+        copy = jax.jit(functools.partial(copy_pages, backend=self._backend), donate_argnums=0)
+        yield functools.partial(copy.lower, self._kv, pages, pages), self._keep("copy")
+        if self.num_host_pages:
+            yield functools.partial(jax.jit(gather_pages).lower, self._kv, pages), self._keep("gather")
+            scatter = jax.jit(scatter_pages, donate_argnums=0)
+            yield functools.partial(scatter.lower, self._kv, pages, rows), self._keep("scatter")
+
+    def move(self, kv: KVPages, moves: PageMoves) -> KVPages:
+        """Out, in, copy. ``kv`` is donated where pages are written; the result takes its place."""
+        for pairs in _batches(moves.out):
+            self._send_out(kv, pairs)
+        for pairs in _batches(moves.into):
+            kv = self._bring_in(kv, pairs)
+        for pairs in _batches(moves.copies):
+            sources, destinations = _columns(pairs)
+            kv = self._programs["copy"](kv, sources, destinations)
+        return kv
+
+    def _send_out(self, kv: KVPages, pairs: list[tuple[int, int]]) -> None:
+        pages, _ = _columns(pairs)
+        rows = self._programs["gather"](kv, pages)
+        rows.copy_to_host_async()
+        self._leaving.append(([host_page for _, host_page in pairs], rows))
+        while len(self._leaving) > MAX_LEAVING or (self._leaving and _is_ready(self._leaving[0][1])):
+            self._arrive()
+
+    def _bring_in(self, kv: KVPages, pairs: list[tuple[int, int]]) -> KVPages:
+        host_pages, pages = _columns(pairs)
+        while any(not set(host_pages.tolist()).isdisjoint(leaving) for leaving, _ in self._leaving):
+            self._arrive()
+        return self._programs["scatter"](kv, pages, self._host[host_pages])  # indexing makes a copy for the upload
+
+    def _arrive(self) -> None:
+        host_pages, rows = self._leaving.popleft()
+        self._host[host_pages] = np.asarray(rows)[: len(host_pages)]
+
+    def _keep(self, name: str) -> Callable[[Compiled], None]:
+        return functools.partial(self._programs.__setitem__, name)
+
+
+def _is_ready(rows: Any) -> bool:  # jaxtyping's Array doesn't know the method
+    return rows.is_ready()
+
+
+def _batches(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    rest = iter(pairs)
+    while batch := list(islice(rest, PAGES_PER_MOVE)):
+        yield batch
+
+
+def _columns(pairs: list[tuple[int, int]]) -> np.ndarray:
+    """int32[2, PAGES_PER_MOVE]: what is read, what is written, padded with zeros."""
+    columns = np.zeros((2, PAGES_PER_MOVE), np.int32)
+    columns[:, : len(pairs)] = np.asarray(pairs, np.int32).T
+    return columns
