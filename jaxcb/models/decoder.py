@@ -125,8 +125,8 @@ def apply_layer(
     index: LayerIndex,
     x: Float[Array, "T E"],
     kv: KV,
-    cos: Float[Array, "T D/2"],
-    sin: Float[Array, "T D/2"],
+    cos: Float[Array, "T half_D"],
+    sin: Float[Array, "T half_D"],
     attend: Attend,
 ) -> tuple[Float[Array, "T E"], KV]:
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""

@@ -11,14 +11,16 @@ from jaxtyping import Array, Float, Int
 from jaxcb.models.spec import RopeSpec
 
 
-def rope_tables(rope: RopeSpec, head_dim: int, positions: Int[Array, "T"]) -> tuple[Float[Array, "T D/2"], ...]:
+def rope_tables(rope: RopeSpec, head_dim: int, positions: Int[Array, "T"]) -> tuple[Float[Array, "T half_D"], ...]:
     """cos and sin of each position's angles, in float32, the scaling's attention factor multiplied in."""
     frequencies, factor = _frequencies(rope, head_dim)
     angles = positions[:, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "T N D"], cos: Float[Array, "T D/2"], sin: Float[Array, "T D/2"]) -> Float[Array, "T N D"]:
+def rotate(
+    x: Float[Array, "T N D"], cos: Float[Array, "T half_D"], sin: Float[Array, "T half_D"]
+) -> Float[Array, "T N D"]:
     """Rotate the pairs (i, i + D/2) of every head, the half-and-half order of Hugging Face checkpoints."""
     half = x.shape[-1] // 2
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)

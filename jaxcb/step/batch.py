@@ -41,7 +41,7 @@ class StepBatch(NamedTuple):
     token_ids: Int[Array, "T"]
     positions: Int[Array, "T"]
     token_rows: Int[Array, "T"]
-    query_starts: Int[Array, "S+1"]
+    query_starts: Int[Array, "S_plus_1"]
     context_lens: Int[Array, "S"]
     slots: Int[Array, "S"]
     change_index: Int[Array, "C"]
@@ -179,8 +179,8 @@ def unpack_sampling(part: Int[Array, "sample_size"], num_seqs: int) -> SampleBat
 class SlotState(NamedTuple):
     """Device-side rows of the running sequences; the last slot is the trash slot. Donated into every step."""
 
-    last_token: Int[Array, "slots+1"]
-    block_tables: Int[Array, "slots+1 P"]
+    last_token: Int[Array, "slot_rows"]
+    block_tables: Int[Array, "slot_rows P"]
 
     @staticmethod
     def zeros(num_slots: int, table_width: int) -> SlotState:

@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,7 +24,7 @@ def test_the_worked_example_of_the_docstring():
     layout = StepLayout(Bucket(8, 4, False), P, SLOTS)
     upload, overflow = layout.pack(example())
     assert upload.shape == (layout.size,) and upload.dtype == np.int32 and overflow == []
-    batch = jax.tree.map(np.asarray, layout.unpack(upload))
+    batch = jax.tree.map(np.asarray, layout.unpack(jnp.asarray(upload)))
     np.testing.assert_array_equal(batch.token_ids, [-1, 11, 12, 13, 0, 0, 0, 0])
     np.testing.assert_array_equal(batch.positions, [7, 4, 5, 6, 0, 0, 0, 0])
     np.testing.assert_array_equal(batch.token_rows, [0, 1, 1, 1, 3, 3, 3, 3])
@@ -37,7 +38,7 @@ def test_the_worked_example_of_the_docstring():
 def test_sampling_parameters_arrive_as_they_were_sent():
     layout = StepLayout(Bucket(8, 4, False), P, SLOTS)
     upload, _ = layout.pack(example())
-    part = unpack_sampling(layout.sample_part(upload), 4)
+    part = unpack_sampling(layout.sample_part(jnp.asarray(upload)), 4)
     np.testing.assert_array_equal(part.sample_slots, [5, 2, SLOTS, SLOTS])
     np.testing.assert_array_equal(part.positions, [8, 7, 0, 0])
     np.testing.assert_array_equal(part.temperature, np.float32([0.5, 0, 0, 0]))
@@ -50,7 +51,7 @@ def test_sampling_parameters_arrive_as_they_were_sent():
 def test_a_negative_seed_and_a_huge_top_k_fit():
     row = row_of(0, [1], start=0, pages=[], sampling=SamplingParams(top_k=2**40, seed=-1))
     layout = StepLayout(Bucket(1, 1, True), P, SLOTS)
-    part = unpack_sampling(layout.sample_part(layout.pack(StepPlan(0, [row], 1, 1))[0]), 1)
+    part = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan(0, [row], 1, 1))[0])), 1)
     assert int(part.top_k[0]) == 2**31 - 1
     np.testing.assert_array_equal(part.seeds[0], np.uint32([2**32 - 1, 2**32 - 1]))
 
@@ -59,7 +60,7 @@ def test_a_row_that_samples_nothing_goes_to_the_trash_slot():
     row = row_of(3, [1, 2], start=0, pages=[1])
     row.samples = False
     layout = StepLayout(Bucket(2, 2, False), P, SLOTS)
-    part = unpack_sampling(layout.sample_part(layout.pack(StepPlan(0, [row], 2, 0))[0]), 2)
+    part = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan(0, [row], 2, 0))[0])), 2)
     np.testing.assert_array_equal(part.sample_slots, [SLOTS, SLOTS])
 
 
@@ -70,12 +71,12 @@ def test_more_table_changes_than_an_upload_holds_are_handed_back():
     kept = layout.num_changes
     assert kept < 30 and kept <= CHANGES_PER_UPLOAD
     assert overflow == [(2 * 1000 + i, pages[i]) for i in range(kept, 30)]
-    np.testing.assert_array_equal(layout.unpack(upload).change_page, pages[:kept])
+    np.testing.assert_array_equal(layout.unpack(jnp.asarray(upload)).change_page, pages[:kept])
 
 
 def test_changes_reach_only_their_slot():
     state = SlotState.zeros(3, 4)
-    state = apply_changes(state, np.int32([1 * 4 + 2, 3 * 4]), np.int32([7, 0]))
+    state = apply_changes(state, jnp.int32([1 * 4 + 2, 3 * 4]), jnp.int32([7, 0]))
     np.testing.assert_array_equal(state.block_tables, [[0, 0, 0, 0], [0, 0, 7, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
 
 
