@@ -8,14 +8,14 @@ from typing import Any
 
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
-from jaxcb.presets import Pools, Preset, find_preset
+from jaxcb.presets import Pools, find_preset
 from jaxcb.scheduler import StepPlan
 from jaxcb.sim.disaggregated import STORE_BLOCK_TOKENS, Disaggregated, Network, Store
 from jaxcb.sim.gpus import GPUS, Gpu
-from jaxcb.sim.models import Model
-from jaxcb.sim.replica import OnPlan, ReplicaSpec
+from jaxcb.sim.models import Model, ModelShape
+from jaxcb.sim.replica import ReplicaSpec
 from jaxcb.sim.simulator import Placement, Simulation
-from jaxcb.sim.sizing import limits_on
+from jaxcb.sim.sizing import bucket_padding, limits_on
 from jaxcb.sim.step_time import BFLOAT16_BYTES, StepTimeModel
 from jaxcb.sim.trace import TraceRequest
 
@@ -24,7 +24,7 @@ from jaxcb.sim.trace import TraceRequest
 class Machine:
     """What every system of a comparison gets."""
 
-    model: Model
+    model: ModelShape
     gpu: Gpu
     num_gpus: int = 1
     """Each holds the whole model."""
@@ -59,14 +59,12 @@ def cluster_of(
     *,
     given: Mapping[str, Any] | None = None,
     ttft_limit_s: float | None = None,
-    on_plan: OnPlan | None = None,
 ) -> Cluster:
     """A preset on a machine.
 
     Arguments:
         given: fields of EngineConfig that stand over the preset's.
         ttft_limit_s: what early rejection predicts against, in systems that have it.
-        on_plan: sees the plans of the first replica.
 
     Raises:
         ConfigError: there is no such preset, the model doesn't fit a card, or there are too few cards.
@@ -74,17 +72,22 @@ def cluster_of(
     preset = find_preset(name)
     config = EngineConfig(**{**preset.settings, **(given or {})})
     if preset.pools is not None:
-        return _disaggregated(preset.pools, config, machine, ttft_limit_s, on_plan)
+        return _disaggregated(preset.pools, config, machine, ttft_limit_s)
+    spec = _spec(machine.model, machine.gpu, config)
     specs = [
-        _spec(machine.model, machine.gpu, config, preset, on_plan if index == 0 else None)
-        for index in range(machine.num_gpus)
+        dataclasses.replace(spec, padding=StaticPadding()) if preset.padded else spec for _ in range(machine.num_gpus)
     ]
     return Cluster(gpus=(machine.gpu,) * machine.num_gpus, specs=tuple(specs), placement=None)
 
 
-def _disaggregated(
-    pools: Pools, config: EngineConfig, machine: Machine, ttft_limit_s: float | None, on_plan: OnPlan | None
-) -> Cluster:
+def own_cluster(machine: Machine, config: EngineConfig) -> Cluster:
+    """This engine on each card, with its compiled sizes: a step computes the padding of the one that it runs in."""
+    spec = _spec(machine.model, machine.gpu, config)
+    spec = dataclasses.replace(spec, padding=bucket_padding(config, spec.limits))
+    return Cluster(gpus=(machine.gpu,) * machine.num_gpus, specs=(spec,) * machine.num_gpus, placement=None)
+
+
+def _disaggregated(pools: Pools, config: EngineConfig, machine: Machine, ttft_limit_s: float | None) -> Cluster:
     if machine.num_gpus < 2:
         raise ConfigError("separate prefill and decode pools need at least 2 GPUs", param="num_gpus")
     num_prefill = min(max(round(machine.num_gpus * pools.prefill_part), 1), machine.num_gpus - 1)
@@ -93,9 +96,9 @@ def _disaggregated(
     # What arrives over the network is found through the prefix cache.
     decode_config = dataclasses.replace(config, enable_prefix_caching=True)
     specs = [
-        _spec(machine.model, gpu, config, None, None if index else on_plan)
+        _spec(machine.model, gpu, config)
         if index < num_prefill
-        else dataclasses.replace(_spec(machine.model, gpu, decode_config, None, None), continues=True)
+        else dataclasses.replace(_spec(machine.model, gpu, decode_config), continues=True)
         for index, gpu in enumerate(gpus)
     ]
     bytes_per_token = machine.model.kv_bytes_per_token(BFLOAT16_BYTES)
@@ -113,14 +116,9 @@ def _disaggregated(
     return Cluster(gpus=gpus, specs=tuple(specs), placement=placement)
 
 
-def _spec(model: Model, gpu: Gpu, config: EngineConfig, preset: Preset | None, on_plan: OnPlan | None) -> ReplicaSpec:
-    limits = limits_on(gpu, model, config)
+def _spec(model: Model, gpu: Gpu, config: EngineConfig) -> ReplicaSpec:
     return ReplicaSpec(
-        limits=limits,
-        step_time=StepTimeModel.of(model, gpu),
-        run_ahead=config.run_ahead,
-        padding=StaticPadding() if preset is not None and preset.padded else None,
-        on_plan=on_plan,
+        limits=limits_on(gpu, model, config), step_time=StepTimeModel.of(model, gpu), run_ahead=config.run_ahead
     )
 
 
