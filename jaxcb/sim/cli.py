@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("compare", "many published systems on one trace", _traffic, _machine, _limits, _presets, _engine, _table_output)
     grid = (*one, _grid, _limits, _engine, _table_output)
     add("sweep", "throughput against latency over budgets and batch sizes", *grid)
+    add("mechanisms", "what each idea of continuous batching brings, one switch at a time")
     add("presets", "the systems that there are, with their sources", _json_output)
     add("reference", "the textbook's experiment, and this scheduler on the same 2,000 requests", _no_progress)
     return parser

@@ -24,6 +24,7 @@ from jaxcb.sim.cli import engine_settings
 from jaxcb.sim.clusters import Cluster, Machine, cluster_of, own_cluster
 from jaxcb.sim.compare import Limits, Row, default_presets, rows
 from jaxcb.sim.gpus import GPUS
+from jaxcb.sim.mechanisms import MECHANISMS
 from jaxcb.sim.models import MODELS
 from jaxcb.sim.perfetto import PerfettoTrace
 from jaxcb.sim.simulator import Simulation, one_engine, run
@@ -133,6 +134,18 @@ def sweep_command(options: argparse.Namespace) -> int:
 
         draw_sweep(points, Path(options.plot), title=_title(options, machine, trace))
     return _ending(driver, f"{len(points)} of {len(grid)} points", options)
+
+
+def mechanisms_command(_options: argparse.Namespace) -> int:
+    """Each idea, without and with."""
+    print(f"{'':45}{'measure':17}{'without':>10}{'with':>10}{'better':>10}")
+    for mechanism in MECHANISMS:
+        effect = mechanism()
+        print(
+            f"{effect.idea:45}{effect.measure:17}{effect.without:10,.2f}{effect.with_it:10,.2f}{effect.multiple:9.2f}x",
+            flush=True,
+        )
+    return 0
 
 
 def presets_command(options: argparse.Namespace) -> int:
@@ -286,6 +299,7 @@ COMMANDS = {
     "run": run_command,
     "compare": compare_command,
     "sweep": sweep_command,
+    "mechanisms": mechanisms_command,
     "presets": presets_command,
     "reference": reference_command,
 }
