@@ -23,6 +23,11 @@ def specs(count, **changes):
     return [ReplicaSpec(limits=limits(**changes), step_time=MS, run_ahead=False)] * count
 
 
+def pools(num_prefill, num_decode, **changes):
+    (spec,) = specs(1, **changes)
+    return [spec] * num_prefill + [dataclasses.replace(spec, continues=True)] * num_decode
+
+
 def finished(simulation):
     run(simulation)
     return simulation.result()
@@ -49,7 +54,7 @@ def test_an_engine_alone_and_a_cluster_of_one_are_the_same():
 
 def test_kv_travels_between_the_first_and_the_second_token():
     # 1 ms of prefill, 7 ms on the wire for 7 tokens, then a token a millisecond.
-    simulation = Simulation(specs(2), [TraceRequest(0.0, 7, 4)], Disaggregated(1, WIRE))
+    simulation = Simulation(pools(1, 1), [TraceRequest(0.0, 7, 4)], Disaggregated(1, WIRE))
     result = finished(simulation)
     assert times_ms(result) == [(1.0, 1.0 + 7.0 + 3.0)]
     assert [round(gap * 1e3, 6) for gap in result.gaps_s] == [8.0, 1.0, 1.0]
@@ -61,30 +66,30 @@ def test_kv_travels_between_the_first_and_the_second_token():
 
 
 def test_an_answer_of_one_token_needs_no_decode_card():
-    simulation = Simulation(specs(2), [TraceRequest(0.0, 7, 1)], Disaggregated(1, WIRE))
+    simulation = Simulation(pools(1, 1), [TraceRequest(0.0, 7, 1)], Disaggregated(1, WIRE))
     assert times_ms(finished(simulation)) == [(1.0, 1.0)]
     assert simulation.replicas[1].usage.num_steps == 0
 
 
 def test_transfers_to_a_card_go_one_after_the_other():
     trace = [TraceRequest(0.0, 8, 3)] * 2
-    one, two = times_ms(finished(Simulation(specs(2), trace, Disaggregated(1, WIRE))))
+    one, two = times_ms(finished(Simulation(pools(1, 1), trace, Disaggregated(1, WIRE))))
     assert two[1] - one[1] == pytest.approx(8.0)
-    one, two = times_ms(finished(Simulation(specs(3), trace, Disaggregated(1, WIRE))))
+    one, two = times_ms(finished(Simulation(pools(1, 2), trace, Disaggregated(1, WIRE))))
     assert one[1] == pytest.approx(two[1])
 
 
 def test_a_decode_card_without_room_pulls_later():
     # A card with one place: the second request's KV stays where it is until the first has ended.
-    small = [*specs(1), *specs(1, max_num_seqs=1)]
+    small = [*pools(1, 0), *pools(0, 1, max_num_seqs=1)]
     one, two = times_ms(finished(Simulation(small, [TraceRequest(0.0, 8, 6)] * 2, Disaggregated(1, WIRE))))
     assert two[1] == pytest.approx(one[1] + 8.0 + 5.0)
 
 
 def test_a_prompt_that_would_come_too_late_is_turned_away_and_the_others_are_not_late():
     trace = [TraceRequest(0.0, 16, 2)] * 10
-    everyone = finished(Simulation(specs(2), trace, Disaggregated(1, WIRE)))
-    in_time = finished(Simulation(specs(2), trace, Disaggregated(1, WIRE, ttft_limit_s=4.5e-3)))
+    everyone = finished(Simulation(pools(1, 1), trace, Disaggregated(1, WIRE)))
+    in_time = finished(Simulation(pools(1, 1), trace, Disaggregated(1, WIRE, ttft_limit_s=4.5e-3)))
     assert everyone.num_rejected == 0 and everyone.ttft.max == pytest.approx(10e-3)
     assert in_time.num_rejected == 6 and in_time.ttft.max == pytest.approx(4e-3)
     assert all(record.finished_s is None for record in in_time.requests if record.rejected)
@@ -96,7 +101,7 @@ def test_a_stored_prefix_is_fetched_instead_of_computed():
     fast = Network(bytes_per_token=1, bandwidth=1e9, latency_s=0.0)
     content = ((1, 2 * size),)
     trace = [TraceRequest(0.0, 2 * size + 9, 2, content), TraceRequest(1.0, 2 * size + 5, 2, content)]
-    with_store = Simulation(specs(2, **roomy), trace, Disaggregated(1, fast, store=Store(100)))
+    with_store = Simulation(pools(1, 1, **roomy), trace, Disaggregated(1, fast, store=Store(100)))
     result = finished(with_store)
     assert [record.num_cached_tokens for record in result.requests] == [0, 2 * size]
     assert result.requests[1].ttft_s < result.requests[0].ttft_s
