@@ -153,6 +153,7 @@ class PrefixCache:
         if not self.moves:
             return None
         moves, self.moves = self.moves, PageMoves()
+        moves.out = list({host_page: (page, host_page) for page, host_page in moves.out}.values())  # the last counts
         return moves
 
     def check(self) -> None:

@@ -32,8 +32,9 @@ class Admission:
         self._last_admission = 0
         self._promised = 0
 
-    def fill(self, budget: PromptBudget) -> list[Sequence]:
-        """Admit while the head of the queue fits the slots, the pages and the budget."""
+    def fill(self, budget: PromptBudget, num_pages_owed: int) -> list[Sequence]:
+        """Admit while the head of the queue fits the slots, the pages and the budget. ``num_pages_owed`` free pages are
+        those of running sequences, which wait for them."""
         self._num_plans += 1
         if not self._queue:
             self._batch_is_forming = False
@@ -47,7 +48,7 @@ class Admission:
         while budget.left and self.has_place and (sequence := self._queue.head()):
             if sequence.last_step > self._memory.last_committed:
                 break  # preempted with a token in flight: what is to be computed isn't known yet
-            start = self._fitting(sequence)
+            start = self._fitting(sequence, num_pages_owed)
             num_tokens = budget.offer(len(sequence.token_ids) - start.num_computed) if start else 0
             if start and num_tokens:
                 self._admit(sequence, start)
@@ -80,9 +81,9 @@ class Admission:
         waited = self._num_plans - self._last_admission
         return len(self._queue) >= limits.waiting_served_ratio * num_running or waited > limits.max_waiting_steps
 
-    def _fitting(self, sequence: Sequence) -> Start | None:
+    def _fitting(self, sequence: Sequence, num_pages_owed: int) -> Start | None:
         """Where the sequence starts from if the pages for it are there."""
-        limits, num_free = self._limits, self._memory.pool.num_free
+        limits, num_free = self._limits, self._memory.pool.num_free - num_pages_owed
         reserve = 0
         if self._running:
             free_then, plan_then = sequence.not_fitting

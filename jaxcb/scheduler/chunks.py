@@ -67,10 +67,10 @@ class PromptBudget:
                 chunk.num_tokens += more
                 self.left -= more
 
-    def fill_exactly(self, num_decodes: int) -> None:
+    def fill_exactly(self, num_decode_tokens: int) -> None:
         """Trim the last chunk so that the step has a compiled size, if it leaves the chunk a token."""
         if self.chunks:
-            total = num_decodes + sum(chunk.num_tokens for chunk in self.chunks)
+            total = num_decode_tokens + sum(chunk.num_tokens for chunk in self.chunks)
             sizes, last = self._limits.step_sizes, self.chunks[-1]
             below = bisect_right(sizes, total)
             if below and (excess := total - sizes[below - 1]) < last.num_tokens:
@@ -78,19 +78,19 @@ class PromptBudget:
                 self.left += excess
 
 
-def prompt_tokens(limits: SchedulerLimits, fit: StepTimeFit, num_decodes: int, num_context: int) -> int:
-    """Prompt tokens that a step beside ``num_decodes`` decodes may have: what the budget leaves, and with an ITL target
+def prompt_tokens(limits: SchedulerLimits, fit: StepTimeFit, num_decode_tokens: int, num_context: int) -> int:
+    """Prompt tokens that a step beside ``num_decode_tokens`` may have: what the budget leaves, and with an ITL target
     no more than the time that it leaves.
 
     ``num_context`` are the positions that the decodes read. However late the step is, one page of tokens is left, so
     that prompts go on.
     """
-    left = limits.max_num_batched_tokens - num_decodes
-    if limits.itl_target_ms is None or not num_decodes or not fit.fitted:
+    left = limits.max_num_batched_tokens - num_decode_tokens
+    if limits.itl_target_ms is None or not num_decode_tokens or not fit.fitted:
         return left
     tokens = fit.tokens_within(limits.itl_target_ms / 1e3, num_context)
     sizes = limits.step_sizes
     if sizes and tokens < sizes[-1]:
         below = bisect_right(sizes, tokens)
         tokens = sizes[below - 1] if below else sizes[0]
-    return int(min(left, max(tokens - num_decodes, limits.page_size)))
+    return int(min(left, max(tokens - num_decode_tokens, limits.page_size)))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from jaxcb.paging import TRASH_PAGE, Match, PrefixCache, pack_tokens
 from jaxcb.paging.prefix import TOKEN_BYTES
 from jaxcb.scheduler.knobs import SchedulerLimits
-from jaxcb.scheduler.sequence import Sequence, Status
+from jaxcb.scheduler.sequence import Sequence
 
 NEVER = 2**62
 """As ``num_registered_pages``: no page of this sequence becomes known. As ``next_edge``: nothing to do, ever."""
@@ -63,17 +63,18 @@ class SequenceMemory:
         """Where the sequence can start from: its parent's pages, its own in host memory, or the prefix cache."""
         limits, size = self.limits, self.limits.page_size
         num_tokens = len(sequence.token_ids)
-        match = self.cache.match(sequence.root, sequence.packed, num_tokens - 1)
+        root = self.cache.root(sequence.salt)
+        match = self.cache.match(root, sequence.packed, num_tokens - 1)
         shared, copy_of, behind, host_pages = match.pages, 0, 0, list[int]()
         num_computed = len(shared) * size
         parent = sequence.parent
         if sequence.num_swapped:
             behind = sequence.host_pages.count(TRASH_PAGE)
             on_device = 0 if behind else sequence.num_swapped
-            match = self.cache.match(sequence.root, sequence.packed, on_device, on_device=True)
+            match = self.cache.match(root, sequence.packed, on_device, on_device=True)
             shared, host_pages = match.pages, sequence.host_pages[len(match.pages) + behind :]
             num_computed = sequence.num_swapped
-        elif parent is not None and parent.status is Status.RUNNING and not parent.num_behind_window:
+        elif parent is not None and parent.root == root and not parent.num_behind_window:
             common = min(_common_length(sequence.packed, parent.packed), parent.num_computed, num_tokens - 1)
             if common > num_computed:
                 full = common // size
@@ -99,7 +100,7 @@ class SequenceMemory:
         sequence.capacity = len(sequence.pages) * self.limits.page_size
         sequence.slot = self.free_slots.pop()
         sequence.num_computed = sequence.num_scheduled = start.num_computed
-        sequence.num_behind_window = start.num_behind_window
+        sequence.num_behind_window, sequence.root = start.num_behind_window, self.cache.root(sequence.salt)
         sequence.num_registered_pages, sequence.prefix_node = len(start.match.pages), start.match.node
         if start.num_behind_window or not self.cache.enabled:
             sequence.num_registered_pages = NEVER  # the beginning is gone, so nobody could find what follows
@@ -168,7 +169,7 @@ class SequenceMemory:
         sequence.pages, sequence.slot, sequence.capacity = [], -1, 0
         sequence.generation += 1
         sequence.num_scheduled = sequence.num_computed = sequence.num_registered_pages = 0
-        sequence.num_behind_window = 0
+        sequence.num_behind_window, sequence.root = 0, None
         sequence.twins = {}
         if sequence.last_step > self.last_committed:
             self._deferred.setdefault(sequence.last_step, []).append((pages, slot))

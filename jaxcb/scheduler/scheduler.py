@@ -185,7 +185,7 @@ class Scheduler:
         Raises:
             RequestError: with so many pages pinned the longest sequence would not fit the pool any more.
         """
-        root, tokens = self._root(cache_salt), pack_tokens(token_ids)
+        root, tokens = self.cache.root(self._salt(cache_salt)), pack_tokens(token_ids)
         pages = self.cache.match(root, tokens, len(token_ids)).pages
         num_pinned = len({*self.cache.pinned_pages, *pages})
         longest = self.limits.num_pages(self.limits.max_model_len)
@@ -241,17 +241,17 @@ class Scheduler:
         rows: list[PlanRow] = []
         chunks: list[Chunk] = []
         if self.limits.prefill_first:
-            chunks = self._divide(prompts, 0, admit=True)
+            chunks = self._divide(prompts, 0, admit=True, num_pages_owed=num_pages_needed)
         if not chunks:
             if num_pages_needed > self.pool.num_free and self._reserve(decodes):
                 preempted = True
                 decodes = [sequence for sequence in decodes if sequence.status is RUNNING]
                 prompts = [sequence for sequence in prompts if sequence.status is RUNNING]
             rows = self._decode(decodes) if self._drafter is None else self._decode_with_drafts(decodes)
-            if (prompts or self._queue) and not self.limits.prefill_first:
-                chunks = self._divide(prompts, len(rows), admit=not preempted)
         num_decodes, num_drafts = len(rows), sum([row.num_drafts for row in rows]) if self._drafter else 0
         num_tokens = num_decodes + num_drafts
+        if (prompts or self._queue) and not self.limits.prefill_first:
+            chunks = self._divide(prompts, num_tokens, admit=not preempted)
         for chunk in chunks:
             rows.append(self._chunk_row(chunk))
             num_tokens += chunk.num_tokens
@@ -409,29 +409,32 @@ class Scheduler:
                 budget -= len(drafts)
         return rows
 
-    def _divide(self, prompts: list[Sequence], num_decodes: int, *, admit: bool) -> list[Chunk]:
+    def _divide(
+        self, prompts: list[Sequence], num_decode_tokens: int, *, admit: bool, num_pages_owed: int = 0
+    ) -> list[Chunk]:
         """Chunks for started prompts and newcomers, from what the budget leaves beside the decodes."""
         limits = self.limits
-        num_tokens = limits.max_num_batched_tokens - num_decodes
-        if limits.itl_target_ms is not None and num_decodes:
+        num_tokens = limits.max_num_batched_tokens - num_decode_tokens
+        if limits.itl_target_ms is not None and num_decode_tokens:
             num_context = sum(sequence.num_scheduled for sequence in self._running.values())
-            num_tokens = prompt_tokens(limits, self.step_time, num_decodes, num_context)
+            num_tokens = prompt_tokens(limits, self.step_time, num_decode_tokens, num_context)
         budget = PromptBudget(limits, num_tokens)
-        self._hand_out(budget, prompts, admit=admit)
+        self._hand_out(budget, prompts, admit, num_pages_owed)
         budget.top_up()
         if budget.left and budget.refused_long:
             served = {chunk.sequence for chunk in budget.chunks}
-            self._hand_out(budget, [sequence for sequence in prompts if sequence not in served], admit=admit)
+            rest = [sequence for sequence in prompts if sequence not in served]
+            self._hand_out(budget, rest, admit, num_pages_owed)
         if limits.exact_fill:
-            budget.fill_exactly(num_decodes)
+            budget.fill_exactly(num_decode_tokens)
         return budget.chunks
 
-    def _hand_out(self, budget: PromptBudget, prompts: list[Sequence], *, admit: bool) -> None:
+    def _hand_out(self, budget: PromptBudget, prompts: list[Sequence], admit: bool, num_pages_owed: int) -> None:
         for sequence in prompts:
             if num := budget.offer(sequence.num_remaining):
                 budget.take(sequence, num)
         if admit:
-            for sequence in self._admission.fill(budget):
+            for sequence in self._admission.fill(budget, num_pages_owed):
                 self._count_admission(sequence)
 
     def _chunk_row(self, chunk: Chunk) -> PlanRow:
@@ -511,7 +514,7 @@ class Scheduler:
             token_ids=list(request.prompt_token_ids),
             max_total_tokens=longest if max_tokens is None else num_prompt + max_tokens,
             end_ids=self._end_ids(request.sampling),
-            root=self._root(request.cache_salt),
+            salt=self._salt(request.cache_salt),
             parent=parent,
             ticket=self._num_added,
         )
@@ -555,8 +558,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------ what policies may ask
 
-    def _root(self, cache_salt: str) -> object:
-        return self.cache.root((self.limits.cache_name, cache_salt))
+    def _salt(self, cache_salt: str) -> tuple[str, str]:
+        return self.limits.cache_name, cache_salt
 
     def _predicted_tokens(self, sequence: Sequence) -> float:
         predictor, request = self.limits.length_predictor, sequence.request
@@ -566,7 +569,7 @@ class Scheduler:
         return min(self._observed_lengths(request) if predictor == "observed" else predictor(request), most)
 
     def _cached_tokens(self, sequence: Sequence) -> int:
-        match = self.cache.match(sequence.root, sequence.packed, len(sequence.token_ids) - 1)
+        match = self.cache.match(self.cache.root(sequence.salt), sequence.packed, len(sequence.token_ids) - 1)
         return len(match.pages) * self.limits.page_size
 
     def _start_of_turn(self, sequence: Sequence) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Hashable
 from typing import Any
 
 from jaxcb.paging import Node, pack_tokens
@@ -33,8 +34,8 @@ class Sequence:
     """Prompt and answer together end here (``max_tokens`` or the context limit)."""
     end_ids: frozenset[int]
     """Ids that end the sequence once ``min_tokens`` were generated."""
-    root: Node = None
-    """The prefix cache's root for this request's salt."""
+    salt: Hashable = ""
+    """What the KV depends on besides the tokens."""
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -60,6 +61,8 @@ class Sequence:
     next_edge: int = 0
     """When so many positions are computed another page is full, and something is done about it."""
     num_registered_pages: int = 0
+    root: Node = None
+    """The prefix cache's root from which it started when it was admitted."""
     prefix_node: Node = None
     twins: dict[int, int] = dataclasses.field(default_factory=dict)
     """Index -> another page with the same tokens that the prefix cache knows instead of ours, and that we refer to."""
