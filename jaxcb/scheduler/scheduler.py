@@ -218,7 +218,7 @@ class Scheduler:
             return []
         size, packed, cache = self.limits.page_size, pack_tokens(token_ids), self.cache
         page_bytes = size * TOKEN_BYTES
-        match = cache.match(self._root(cache_salt), packed, len(token_ids), on_device=True)
+        match = cache.match(cache.root(self._salt(cache_salt)), packed, len(token_ids), on_device=True)
         known, node = cache.take(match.pages), match.node
         new = self.pool.allocate(min(len(token_ids) // size - len(known), self.pool.num_free))
         twins = []

@@ -79,12 +79,11 @@ class Replica:
         self.usage = Usage()
         self.num_open_tokens = 0
         """Prompt and answer tokens of the requests that are here."""
-        self.last_step_s = 0.0
         self._spec, self._gaps, self._on_end = spec, gaps, on_end
         self._depth = 1 if spec.run_ahead else 0
         self._record_of: dict[Sequence, RequestRecord] = {}
         self._answer_of: dict[Sequence, int] = {}  # of those whose tokens matter to a later prompt
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time at which the step ends
+        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()  # with the step's end and how long it takes
         self._device_free_s = now_s
 
     @property
@@ -140,9 +139,8 @@ class Replica:
             step_s = spec.step_time.step_s(load._replace(num_tokens=spec.padding(plan)))
         if plan.moves:
             step_s += (len(plan.moves.out) + len(plan.moves.into)) * spec.limits.host_page_s
-        self.last_step_s = step_s
         self._device_free_s = start_s + step_s
-        self._in_flight.append((plan, self._device_free_s))
+        self._in_flight.append((plan, self._device_free_s, step_s))
         pages = self.scheduler.num_live_pages
         usage.num_steps += 1
         usage.num_step_tokens += plan.num_tokens
@@ -156,8 +154,9 @@ class Replica:
         if spec.on_plan is not None:
             spec.on_plan(plan, start_s, step_s)
 
-    def _commit(self, plan: StepPlan, end_s: float) -> None:
+    def _commit(self, plan: StepPlan, end_s: float, step_s: float) -> None:
         """Give each row its token at ``end_s``. This runs for every token that is generated."""
+        self.scheduler.observe(plan, step_s)
         events = self.scheduler.commit(plan, self._tokens(plan))
         last_s, self.now_s = self.now_s, end_s
         num_steady, record_of = 0, self._record_of
