@@ -4,6 +4,7 @@
 :func:`tests.sim.record.main`, which says how; what the simulator knows of them are the numbers of tokens.
 """
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -19,19 +20,28 @@ from tests.sim.runs import limits, watched
 RECORDINGS = Path(__file__).parent / "recordings"
 
 
-@pytest.mark.parametrize("fitted", ["a", "b"])
-@pytest.mark.parametrize("replayed", ["a", "b"])
-def test_a_recorded_run_is_replayed_step_by_step_and_its_time_agrees(fitted, replayed):
-    log = read_step_log(RECORDINGS / f"smollm2-{fitted}.jsonl")
-    real = read_step_log(RECORDINGS / f"smollm2-{replayed}.jsonl")
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_recorded_run_is_replayed_step_by_step_and_its_time_agrees(name):
+    real = read_step_log(RECORDINGS / f"smollm2-{name}.jsonl")
     loads, on_plan = watched()
-    trace = [TraceRequest(0.0, *lengths) for lengths in REQUESTS[replayed]]
-    simulation = one_engine(LIMITS, trace, fit(log), padding=log.padded, on_plan=on_plan)
+    trace = [TraceRequest(0.0, *lengths) for lengths in REQUESTS[name]]
+    simulation = one_engine(LIMITS, trace, fit(real), padding=real.padded, on_plan=on_plan)
     run(simulation)
     assert loads == [step.load for step in real.steps]
     measured_s, simulated_s = sum(step.wall_s for step in real.steps), simulation.result().duration_s
-    print(f"fitted on {fitted}, replayed {replayed}: {simulated_s / measured_s - 1:+.1%}")
+    print(f"{name}: {simulated_s / measured_s - 1:+.1%} of {measured_s:.1f} s")
     assert simulated_s == pytest.approx(measured_s, rel=0.1)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_model_fitted_to_every_other_step_predicts_the_steps_between(name):
+    real = read_step_log(RECORDINGS / f"smollm2-{name}.jsonl")
+    model = fit(dataclasses.replace(real, steps=real.steps[::2]))
+    unseen = real.steps[1::2]
+    predicted_s = sum(model.step_s(step.load._replace(num_tokens=step.padded_tokens)) for step in unseen)
+    measured_s = sum(step.wall_s for step in unseen)
+    print(f"{name}: {predicted_s / measured_s - 1:+.1%} of {measured_s:.1f} s")
+    assert predicted_s == pytest.approx(measured_s, rel=0.1)
 
 
 def test_a_live_run_is_replayed_step_by_step_and_its_time_agrees(tmp_path):
