@@ -34,7 +34,7 @@ def _capacity(options: argparse.Namespace) -> None:
     names = ("max_num_seqs", "max_model_len", "gpu_memory_utilization")
     config = EngineConfig(**{name: getattr(options, name) for name in names if getattr(options, name) is not None})
     capacity = Capacity(find_model(options.model), GPUS[options.gpu], config)
-    typical = WORKLOADS[options.trace]
+    typical = WORKLOADS[options.workload]
     workload = Workload(options.prompt or typical.prompt.mean, options.output or typical.output.mean)
     context = round(workload.prompt + workload.output)
     lines = [

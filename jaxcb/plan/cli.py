@@ -77,7 +77,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 def _add_capacity(parser: argparse.ArgumentParser) -> None:
     _add_machine(parser)
     workload = parser.add_argument_group("workload")
-    workload.add_argument("--trace", choices=WORKLOADS, default="sharegpt", help="mean lengths of; default sharegpt")
+    workload.add_argument("--workload", choices=WORKLOADS, default="sharegpt", help="mean lengths of; default sharegpt")
     workload.add_argument("--prompt", type=_count, metavar="N", help="tokens of a prompt instead")
     workload.add_argument("--output", type=_count, metavar="N", help="tokens of an answer instead")
     workload.add_argument("--rate", type=_positive, metavar="R", help="requests/s: prints TTFT and ITL at that rate")

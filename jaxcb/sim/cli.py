@@ -130,7 +130,7 @@ def _limits(parser: argparse.ArgumentParser) -> None:
 
 def _grid(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("grid")
-    group.add_argument("--budgets", type=_counts, metavar="N,N,...", help="token budgets; default 256,512,...,8192")
+    group.add_argument("--budgets", type=_counts, metavar="N,N,...", help="token budgets; default 64,128,...,8192")
     group.add_argument("--seqs", type=_counts, metavar="N,N,...", help="sequences a step; default 16,64,256")
 
 

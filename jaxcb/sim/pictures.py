@@ -52,6 +52,8 @@ def draw_sweep(points: Sequence[Point], file: Path, *, title: str) -> None:
     Raises:
         ConfigError: the file can't be written.
     """
+    from matplotlib.ticker import LogLocator
+
     figure = _figure(9.0, 5.5)
     axes = figure.subplots()
     best = front(points)
@@ -76,8 +78,9 @@ def draw_sweep(points: Sequence[Point], file: Path, *, title: str) -> None:
                     f"{point.budget:,}", (at_x, at_y), xytext=(4, -11), textcoords="offset points", fontsize=8
                 )
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.set_xlabel("p99 of the time between tokens, ms")
     axes.set_ylabel("output tok/s")
     axes.set_ylim(bottom=0)

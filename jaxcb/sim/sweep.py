@@ -13,7 +13,7 @@ from jaxcb.sim.result import Result
 from jaxcb.sim.simulator import Simulation
 from jaxcb.sim.trace import TraceRequest
 
-BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SEQS = (16, 64, 256)
 
 
