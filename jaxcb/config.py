@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxcb import validation
 from jaxcb.errors import ConfigError
@@ -63,6 +63,8 @@ class EngineConfig(SchedulingKnobs):
         seed: folded into the seeds of requests that bring none.
         backend: who computes attention ("native": products too). None takes ``$JAXCB_BACKEND``, else triton on GPUs,
             and on CPUs native where its kernels can be built and run, else xla.
+        step_log: a file that gets a line of JSON a step (what it computed, how long it took), from which the simulator
+            calibrates itself: ``jaxcb.sim.StepTimeModel.fit(file)``.
 
     Raises:
         ConfigError: a value can't work; ``.param`` names the field.
@@ -89,6 +91,18 @@ class EngineConfig(SchedulingKnobs):
     event_log: str | os.PathLike[str] | None = None
     seed: int = 0
     backend: Backend | None = None
+    step_log: str | None = None
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> EngineConfig:
+        """The settings of a published system ("vllm-v1", "sarathi", ...; see :mod:`jaxcb.presets`), with changes.
+
+        Raises:
+            ConfigError: there is no such system, or it needs several engines.
+        """
+        from jaxcb.presets import engine_settings
+
+        return cls(**(engine_settings(name) | changes))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from jaxcb.engine.step_log import StepLog
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import Scheduler, TokenEvent
@@ -21,9 +22,10 @@ class EngineCore:
         device                    [---- step 1 ----][---- step 2 ----][---- step 3 ---- ...
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, run_ahead: bool):
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, run_ahead: bool, step_log: StepLog | None = None):
         self.scheduler = scheduler
         self.runner = runner
+        self.step_log = step_log
         self.num_steps = 0
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
@@ -49,19 +51,24 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""
+        started_s = time.perf_counter()
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append(self.runner.launch(plan))
             self.num_steps += 1
+            if self.step_log is not None:
+                self.step_log.launched(plan.step, started_s)
         elif not self._in_flight and self.scheduler.has_requests:
             raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             oldest = self._in_flight.popleft()
-            token_ids = oldest.wait()
-            self._observe(oldest)
+            token_ids, ended_s = oldest.wait(), time.perf_counter()
+            self._observe(oldest, ended_s)
             self._collect_prompt_logprobs(oldest)
             events = self.scheduler.commit(oldest.plan, token_ids)
             self._add_logprobs(oldest, events)
+            if self.step_log is not None:
+                self.step_log.done(oldest, ended_s, more=self.has_work)
             return events
         return []
 
@@ -90,11 +97,10 @@ class EngineCore:
                 if sequence.status is not Status.FINISHED
             }
 
-    def _observe(self, step: InFlight) -> None:
+    def _observe(self, step: InFlight, ended_s: float) -> None:
         """The device took the step up when it was launched, or when it was done with the one before."""
-        now_s = time.perf_counter()
-        self.scheduler.observe(step.plan, now_s - max(step.launched_s, self._last_wait_s))
-        self._last_wait_s = now_s
+        self.scheduler.observe(step.plan, ended_s - max(step.launched_s, self._last_wait_s))
+        self._last_wait_s = ended_s
 
 
 def _in_order(pieces: dict[int, Logprobs]) -> Logprobs:

@@ -10,12 +10,14 @@ import random
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 from jaxcb import validation
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.engine.stats import EngineStats
+from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
 from jaxcb.models import ModelSpec
@@ -69,7 +71,11 @@ class Engine:
             backend_of(self.config),
             processed_logprobs=self.config.logprobs_mode == "processed",
         )
-        self._core = EngineCore(self._scheduler, self._runner, run_ahead=self.config.run_ahead)
+        self._step_log = None
+        if self.config.step_log is not None:
+            itemsize = params["embed"]["embedding"].dtype.itemsize
+            self._step_log = StepLog(Path(self.config.step_log), spec, self._runner.buckets, itemsize)
+        self._core = EngineCore(self._scheduler, self._runner, run_ahead=self.config.run_ahead, step_log=self._step_log)
         self._random = random.Random(self.config.seed)
 
         self._wake = threading.Condition()
@@ -238,6 +244,8 @@ class Engine:
             self._thread.join()
         self._text.put([TextEvent(key, None, FinishReason.ABORT) for key in list(self._streams)])
         self._text.close()
+        if self._step_log is not None:
+            self._step_log.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -4,6 +4,7 @@ No jax comes in here: the same objects run under the engine and, with a virtual 
 """
 
 from jaxcb.scheduler.knobs import SchedulerLimits, SchedulingKnobs, knob_values
+from jaxcb.scheduler.load import StepLoad, load_of
 from jaxcb.scheduler.plan import DecodeRow, PlanRow, Row, StepPlan, TokenEvent
 from jaxcb.scheduler.scheduler import Scheduler
 from jaxcb.scheduler.sequence import Sequence, Status
@@ -17,7 +18,9 @@ __all__ = [
     "SchedulingKnobs",
     "Sequence",
     "Status",
+    "StepLoad",
     "StepPlan",
     "TokenEvent",
     "knob_values",
+    "load_of",
 ]

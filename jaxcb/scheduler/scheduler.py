@@ -24,6 +24,7 @@ from collections.abc import Sequence as Array
 
 from jaxcb.errors import RequestError
 from jaxcb.paging import pack_tokens
+from jaxcb.paging.prefix import TOKEN_BYTES
 from jaxcb.request import FinishReason, Request, SamplingParams
 from jaxcb.scheduler.admission import Admission
 from jaxcb.scheduler.checks import check_request
@@ -206,6 +207,30 @@ class Scheduler:
     def reset_prefixes(self) -> None:
         """Forget what is cached, pins included (the weights have changed, say)."""
         self.cache.reset()
+
+    def place_prefix(self, token_ids: Array[int], cache_salt: str = "") -> list[tuple[int, int]]:
+        """Take pages for a beginning whose KV was computed elsewhere (on another engine, say) and make them known. They
+        are cached, not pinned.
+
+        Returns:
+            (index in the beginning, page) of those whose content the caller brings before the next plan runs: its full
+            pages, as many as are free, without those that were known.
+        """
+        if not self.cache.enabled:
+            return []
+        size, packed, cache = self.limits.page_size, pack_tokens(token_ids), self.cache
+        page_bytes = size * TOKEN_BYTES
+        match = cache.match(cache.root(self._salt(cache_salt)), packed, len(token_ids), on_device=True)
+        known, node = cache.take(match.pages), match.node
+        new = self.pool.allocate(min(len(token_ids) // size - len(known), self.pool.num_free))
+        twins = []
+        for index, page in enumerate(new, len(known)):
+            node, other = cache.register(node, packed[index * page_bytes : (index + 1) * page_bytes], page)
+            if other != page:
+                twins.append(other)
+        placed = [(index, page) for index, page in enumerate(new, len(known)) if self.pool.is_reusable(page)]
+        self.pool.release((*reversed(twins), *reversed(new), *reversed(known)))
+        return placed
 
     # ------------------------------------------------------------------ a step
 
