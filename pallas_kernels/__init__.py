@@ -7,10 +7,12 @@ from pallas_kernels.attention import ragged_paged_attention
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend, attention_metadata, default_backend
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
+from pallas_kernels.pages import QuantizedPages
 
 __all__ = [
     "AttentionMetadata",
     "Backend",
+    "QuantizedPages",
     "attention_metadata",
     "copy_pages",
     "default_backend",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int32, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.checks import require, require_array, require_kv_pages
+from pallas_kernels.checks import require, require_array, require_backend
 from pallas_kernels.metadata import AttentionMetadata, Backend, default_backend
+from pallas_kernels.pages import PLAIN_DTYPES, KVPages, require_kv_pages, values_of
 from pallas_kernels.triton import ragged as triton
 from pallas_kernels.xla import ragged as xla
 from pallas_kernels.xla.work import WorkLists
@@ -13,7 +15,7 @@ from pallas_kernels.xla.work import WorkLists
 
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
-    kv_pages: Shaped[Array, "F page_size K D"],
+    kv_pages: KVPages,
     metadata: AttentionMetadata,
     *,
     layer: int | Int32[Array, ""],
@@ -21,6 +23,7 @@ def ragged_paged_attention(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
     backend: Backend | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
@@ -30,13 +33,15 @@ def ragged_paged_attention(
         q: query heads, rotated; row order as in ``metadata.query_starts``.
         kv_pages: the pool [N, L, 2, page_size, K, D] seen flat, F = N*L*2. The keys of page p in layer l are flat page
             ``p*2*L + 2*l``, the values the one after it. They hold this step's keys and values already. dtype uint16
-            is the bits of bfloat16 (xla only).
+            is the bits of bfloat16 (xla only); :class:`QuantizedPages` are scaled as they are read.
         metadata: :func:`attention_metadata` of this step, built with the same window and backend.
         layer: l.
         num_layers: L.
         scale: factor of the scores; None: ``D ** -0.5``.
         window: positions that a query looks back on, itself included; None: all.
         soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None: they stay.
+        sinks: a score of each head that takes its share of the weights and adds no value (Xiao et al. 2023, section
+            3.3, as gpt-oss trains them); None: none.
         backend: None chooses by platform.
         interpret: run the triton kernel in Pallas's interpreter, on any platform.
 
@@ -47,10 +52,14 @@ def ragged_paged_attention(
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
     backend = backend or default_backend()
+    require_backend(backend)
     require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend)
-    _, page_size, num_kv_heads, head_dim = kv_pages.shape
-    require_array(q, "q", (metadata.num_tokens, None, head_dim), dtypes=("float32", "bfloat16", "float16"))
+    _, page_size, num_kv_heads, head_dim = values_of(kv_pages).shape
+    require_array(q, "q", (metadata.num_tokens, None, head_dim), dtypes=PLAIN_DTYPES)
     require(q.shape[1] % num_kv_heads == 0, "q", f"of a multiple of {num_kv_heads} heads", f"{q.shape[1]} heads")
+    if sinks is not None:
+        require_array(sinks, "sinks", (q.shape[1],), dtypes=PLAIN_DTYPES)
+        sinks = sinks.astype(jnp.float32)
     built_for = "xla" if isinstance(metadata.work, WorkLists) else "triton"
     require(built_for == backend, "metadata", f"built for backend {backend}", f"one for {built_for}")
     require(metadata.page_size == page_size, "metadata", f"built for pages of {page_size}", metadata.page_size)
@@ -66,6 +75,7 @@ def ragged_paged_attention(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            sinks=sinks,
         )
     return triton.ragged_paged_attention(
         q,
@@ -76,5 +86,6 @@ def ragged_paged_attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        sinks=sinks,
         interpret=interpret,
     )

@@ -20,7 +20,7 @@ BLOCK_DIAGONAL_HEADS = 4
 
 
 def attend_decodes(
-    q: Float[Array, "S H D"], kv: LayerKV, work: WorkLists, *, soft_cap: float | None
+    q: Float[Array, "S H D"], kv: LayerKV, work: WorkLists, *, soft_cap: float | None, sinks: Float[Array, " H"] | None
 ) -> Float[Array, "S H D"]:
     """Attention of one (scaled) query token for each sequence; anything finite for sequences that aren't decodes."""
     items = work.decodes
@@ -61,8 +61,8 @@ def attend_decodes(
         jnp.full((ranks, num_heads), MASKED, jnp.float32),
         jnp.zeros((ranks, num_heads), jnp.float32),
     )
-    weighted, _, total = lax.fori_loop(0, (items.num_items + group - 1) // group, attend_group, carry)
-    return normalised(weighted, total)[items.rank_of]
+    weighted, peak, total = lax.fori_loop(0, (items.num_items + group - 1) // group, attend_group, carry)
+    return normalised(weighted, peak, total, sinks)[items.rank_of]
 
 
 def _group_size(num_seqs: int, block_bytes: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,6 +95,31 @@ def test_float32_queries_lose_nothing_on_bfloat16_pages(backend, kv_dtype):
     assert_matches_reference(ragged_batch(MIXED, kv_dtype=kv_dtype), backend)
 
 
+QUANTIZED = [
+    ("xla", "int8", "float32"),
+    ("xla", "uint8", "bfloat16"),
+    ("xla", "float8_e4m3fn", "float32"),
+    ("triton", "int8", "float32"),
+    ("triton", "float8_e4m3fn", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("backend, kv_dtype, dtype", QUANTIZED)
+def test_quantized_pages(backend, kv_dtype, dtype):
+    """Each position has a scale a head; NaN scales where nothing may be read."""
+    batch = ragged_batch([(5, 40), (1, 33), (1, 300)], dtype=dtype, kv_dtype=kv_dtype, num_tokens=9, sinks=True)
+    assert_matches_reference(batch, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("decode_only, window", [(False, 30), (True, None)])
+def test_sinks_take_their_share(backend, decode_only, window):
+    seqs = [(1, 700), (1, 3)] if decode_only else [(1, 700), (20, 60)]
+    batch = ragged_batch(seqs, sinks=True, decode_only=decode_only, window=window)
+    assert relative_error(batch.expected(), dataclasses.replace(batch, sinks=None).expected()) > 0.1
+    assert_matches_reference(batch, backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scale_is_honoured(backend):
     assert_matches_reference(ragged_batch([(1, 30), (1, 9)], decode_only=True), backend, scale=0.5)
@@ -121,6 +148,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
         num_layers=2,
         window=None,
         decode_only=True,
+        sinks=None,
     )
     assert relative_error(together.attend("xla")[8:], alone.attend("xla").astype(np.float64)) < 3e-7
 
