@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.checks import require, require_array, require_backend
 from pallas_kernels.metadata import AttentionMetadata, Backend, default_backend
+from pallas_kernels.mosaic import ragged as mosaic
 from pallas_kernels.pages import PLAIN_DTYPES, KVPages, require_kv_pages, values_of
 from pallas_kernels.triton import ragged as triton
 from pallas_kernels.xla import ragged as xla
@@ -25,7 +28,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     backend: Backend | None = None,
-    interpret: bool = False,
+    interpret: bool | Any = False,
 ) -> Float[Array, "T H D"]:
     """Attend from every token of a ragged batch to the positions of its sequence up to its own.
 
@@ -43,7 +46,7 @@ def ragged_paged_attention(
         sinks: a score of each head that takes its share of the weights and adds no value (Xiao et al. 2023, section
             3.3, as gpt-oss trains them); None: none.
         backend: None chooses by platform.
-        interpret: run the triton kernel in Pallas's interpreter, on any platform.
+        interpret: run the GPU kernels in Pallas's interpreter, on any platform; for mosaic also InterpretGPUParams.
 
     Returns:
         Attention in q's dtype (products and softmax accumulate in float32); 0 for padding tokens.
@@ -60,32 +63,34 @@ def ragged_paged_attention(
     if sinks is not None:
         require_array(sinks, "sinks", (q.shape[1],), dtypes=PLAIN_DTYPES)
         sinks = sinks.astype(jnp.float32)
-    built_for = "xla" if isinstance(metadata.work, WorkLists) else "triton"
-    require(built_for == backend, "metadata", f"built for backend {backend}", f"one for {built_for}")
+    require(metadata.backend == backend, "metadata", f"built for backend {backend}", f"one for {metadata.backend}")
     require(metadata.page_size == page_size, "metadata", f"built for pages of {page_size}", metadata.page_size)
     require(metadata.window == window, "metadata", f"built for window {window}", f"one for {metadata.window}")
-    scale = head_dim**-0.5 if scale is None else scale
+    options: dict[str, Any] = {
+        "layer": layer,
+        "num_layers": num_layers,
+        "scale": head_dim**-0.5 if scale is None else scale,
+        "window": window,
+        "soft_cap": soft_cap,
+    }
     if isinstance(metadata.work, WorkLists):
-        return xla.ragged_paged_attention(
-            q,
-            kv_pages,
-            metadata.work,
-            layer=layer,
-            num_layers=num_layers,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-        )
-    return triton.ragged_paged_attention(
-        q,
-        kv_pages,
-        metadata.work,
-        layer=layer,
-        num_layers=num_layers,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        interpret=interpret,
-    )
+        return xla.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, **options)
+    if backend == "mosaic":
+        mosaic.require_supported(q, kv_pages, sinks)
+        return mosaic.ragged_paged_attention(q, kv_pages, metadata.work, interpret=interpret, **options)
+    return triton.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, interpret=interpret, **options)
+
+
+def decode_attention(
+    q: Float[Array, "S H D"], kv_pages: KVPages, metadata: AttentionMetadata, **options: Any
+) -> Float[Array, "S H D"]:
+    """:func:`ragged_paged_attention` of a step of decodes alone: one query a sequence, S of them.
+
+    Each context is cut into splits that run side by side, as many as its own length asks for. ``options`` are those of
+    :func:`ragged_paged_attention`.
+
+    Raises:
+        ValueError: the metadata was not built with ``decode_only=True``, or an argument can't be.
+    """
+    require(metadata.decode_only, "metadata", "built with decode_only=True", "one for chunks too")
+    return ragged_paged_attention(q, kv_pages, metadata, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-BACKENDS = ("xla", "triton")
+BACKENDS = ("xla", "triton", "mosaic")
 
 
 def require(condition: bool, argument: str, expected: str, given: object) -> None:

@@ -17,7 +17,7 @@ from pallas_kernels.triton.targets import TARGETS, default_target, device_capabi
 from pallas_kernels.triton.work import TritonWork, triton_work
 from pallas_kernels.xla.work import WorkLists, work_lists
 
-Backend = Literal["xla", "triton"]
+Backend = Literal["xla", "triton", "mosaic"]
 
 
 @jax.tree_util.register_dataclass
@@ -26,12 +26,13 @@ class AttentionMetadata:
     """One step's ragged batch, cut into the work of a backend.
 
     Arguments:
-        work: WorkLists for xla, TritonWork for triton.
+        work: WorkLists for xla, TritonWork for triton and mosaic.
         num_tokens: T.
         page_size: positions in a page.
         window: positions that a query looks back on, itself included; None: all. The work lists skip what lies before
             the window, so layers that differ in it need one metadata each.
         decode_only: token i belongs to sequence i and there are no others.
+        backend: whose work it is.
     """
 
     work: WorkLists | TritonWork
@@ -39,6 +40,7 @@ class AttentionMetadata:
     page_size: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
     decode_only: bool = dataclasses.field(metadata={"static": True})
+    backend: Backend = dataclasses.field(metadata={"static": True})
 
 
 def default_backend() -> Backend:
@@ -121,5 +123,10 @@ def attention_metadata(
             target=default_target() if target is None else TARGETS[target],
         )
     return AttentionMetadata(
-        work=work, num_tokens=num_tokens, page_size=page_size, window=window, decode_only=decode_only
+        work=work,
+        num_tokens=num_tokens,
+        page_size=page_size,
+        window=window,
+        decode_only=decode_only,
+        backend=backend,
     )

@@ -90,6 +90,42 @@ def copy_pages(
     return out
 
 
+def rms_norm(x: Shaped[np.ndarray, "T E"], scale: Shaped[np.ndarray, " E"], *, eps: float) -> Float[np.ndarray, "T E"]:
+    """:func:`pallas_kernels.rms_norm` in float64."""
+    x = np.asarray(x).astype(np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * np.asarray(scale).astype(np.float64)
+
+
+def silu_mul(gate_up: Shaped[np.ndarray, "T 2F"]) -> Float[np.ndarray, "T F"]:
+    """:func:`pallas_kernels.silu_mul` in float64."""
+    gate, up = np.split(np.asarray(gate_up).astype(np.float64), 2, -1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def rope_and_write_kv(
+    kv_pages: Shaped[np.ndarray, "F page_size K D"],
+    qkv: Shaped[np.ndarray, "T heads D"],
+    cos: Float[np.ndarray, "T D/2"],
+    sin: Float[np.ndarray, "T D/2"],
+    pages: Int32[np.ndarray, " T"],
+    offsets: Int32[np.ndarray, " T"],
+    *,
+    layer: int,
+    num_layers: int,
+) -> tuple[Float[np.ndarray, "T H D"], Float[np.ndarray, "F page_size K D"]]:
+    """:func:`pallas_kernels.rope_and_write_kv` in float64, in a copy of the pages."""
+    num_kv_heads = kv_pages.shape[2]
+    heads = np.asarray(qkv).astype(np.float64)
+    rotation = (cos + 1j * sin).astype(np.complex128)[:, None]
+    pairs = (heads[..., : heads.shape[-1] // 2] + 1j * heads[..., heads.shape[-1] // 2 :]) * rotation
+    rotated = np.concatenate([pairs.real, pairs.imag], -1)
+    q, k, v = rotated[:, : -2 * num_kv_heads], rotated[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
+    out = np.asarray(kv_pages).astype(np.float64)
+    first = pages * 2 * num_layers + 2 * layer
+    out[first, offsets], out[first + 1, offsets] = k, v
+    return q, out
+
+
 def _quantized(
     row: Float[np.ndarray, "K D"], dtype: np.dtype
 ) -> tuple[Float[np.ndarray, "K D"], Float[np.ndarray, " K"]]:

@@ -187,4 +187,4 @@ def _rows(
 def _load(ref: Any, index: tuple[Any, ...], mask: Bool[Array, "..."] | None) -> jax.Array:
     if mask is None:
         return plgpu.load(ref.at[index])
-    return plgpu.load(ref.at[index], mask=mask, other=0)
+    return plgpu.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))

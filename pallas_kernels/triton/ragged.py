@@ -39,60 +39,91 @@ def ragged_paged_attention(
 
     Chunks first: their kernel leaves the rows of decodes as they are, and the second one finds its queries there.
     """
-    _, page_size, num_kv_heads, head_dim = values_of(kv_pages).shape
-    kv_dtype = values_of(kv_pages).dtype
+    options: dict[str, Any] = {
+        "layer": layer,
+        "num_layers": num_layers,
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "interpret": interpret,
+    }
+    if work.tiles is not None:
+        q = attend_chunks(q, kv_pages, work, work.tiles, **options)
+    return attend_single_tokens(q, kv_pages, work, **options)
+
+
+def attend_chunks(
+    q: Float[Array, "T H D"],
+    kv_pages: KVPages,
+    work: TritonWork,
+    tiles: QueryTiles,
+    *,
+    sinks: Float[Array, " H"] | None,
+    interpret: bool,
+    **options: Any,
+) -> Float[Array, "T H D"]:
+    """q with the rows of chunks replaced by their attention, and those of padding by 0."""
+    kv, shape = _prepare(q, kv_pages, work, work.tile, interpret=interpret, **options)
+    return pl.pallas_call(
+        functools.partial(_kernel, shape=shape),
+        grid=(tiles.sequence.shape[0], values_of(kv_pages).shape[2]),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        input_output_aliases={0: 0},  # a tile reads its rows of q before it writes them: no second buffer
+        compiler_params=plgpu.CompilerParams(num_warps=work.tile.num_warps, num_stages=work.tile.num_stages),
+        interpret=interpret,
+        name=f"ragged_paged_attention_d{shape.head_dim}",
+    )(q, kv, tiles, sinks)
+
+
+def attend_single_tokens(
+    q: Float[Array, "T H D"],
+    kv_pages: KVPages,
+    work: TritonWork,
+    *,
+    sinks: Float[Array, " H"] | None,
+    interpret: bool,
+    **options: Any,
+) -> Float[Array, "T H D"]:
+    """q with the rows of decodes replaced by their attention."""
+    kv, shape = _prepare(q, kv_pages, work, work.decode_tile, interpret=interpret, **options)
+    num_kv_heads = values_of(kv_pages).shape[2]
+    return attend_decodes(q, kv, work.splits, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret)
+
+
+def _prepare(
+    q: Float[Array, "T H D"],
+    kv_pages: KVPages,
+    work: TritonWork,
+    tile: TileShape,
+    *,
+    layer: int | Int32[Array, ""],
+    interpret: bool,
+    **options: Any,
+) -> tuple[KVRefs, Geometry]:
+    """What a kernel reads from, and its static side."""
+    values = values_of(kv_pages)
+    _, page_size, num_kv_heads, head_dim = values.shape
+    quantized = isinstance(kv_pages, QuantizedPages)
     # 8-bit numbers are exact in bfloat16: they take the dtype of the queries.
-    dtype = q.dtype if isinstance(kv_pages, QuantizedPages) else jnp.promote_types(q.dtype, kv_dtype)
+    dtype = q.dtype if quantized else jnp.promote_types(q.dtype, values.dtype)
     kv = KVRefs(
-        values=kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages,
+        values=values,
         scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
         tables=work.block_tables,
         layer=jnp.full((1,), layer, jnp.int32),
     )
-
-    def shape_of(tile: TileShape) -> Geometry:
-        return geometry(
-            group=q.shape[1] // num_kv_heads,
-            rows=tile.rows,
-            block=block_of(tile, work.target, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype),
-            page_size=page_size,
-            head_dim=head_dim,
-            num_layers=num_layers,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            dtype=dtype,
-            interpret=interpret,
-        )
-
-    if work.tiles is not None:
-        shape = shape_of(work.tile)
-        q = _attend_tiles(q, kv, work.tiles, work.tile, shape, num_kv_heads, sinks=sinks, interpret=interpret)
-    shape = shape_of(work.decode_tile)
-    return attend_decodes(q, kv, work.splits, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret)
-
-
-def _attend_tiles(
-    q: Float[Array, "T H D"],
-    kv: KVRefs,
-    tiles: QueryTiles,
-    tile: TileShape,
-    shape: Geometry,
-    num_kv_heads: int,
-    *,
-    sinks: Float[Array, " H"] | None,
-    interpret: bool,
-) -> Float[Array, "T H D"]:
-    """q with the rows of chunks replaced by their attention, and those of padding by 0."""
-    return pl.pallas_call(
-        functools.partial(_kernel, shape=shape),
-        grid=(tiles.sequence.shape[0], num_kv_heads),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        input_output_aliases={0: 0},  # a tile reads its rows of q before it writes them: no second buffer
-        compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
+    shape = geometry(
+        group=q.shape[1] // num_kv_heads,
+        rows=tile.rows,
+        block=block_of(tile, work.target, head_dim=head_dim, dtype=dtype, kv_dtype=values.dtype),
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=dtype,
         interpret=interpret,
-        name=f"ragged_paged_attention_d{shape.head_dim}",
-    )(q, kv, tiles, sinks)
+        **options,
+    )
+    return kv, shape
 
 
 def _kernel(q_ref: Any, kv: KVRefs, tiles: Any, sinks_ref: Any | None, out_ref: Any, *, shape: Geometry) -> None:
