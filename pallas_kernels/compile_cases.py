@@ -85,7 +85,8 @@ def _attention(
 
     pages: Any = Shape((400, page_size, num_kv_heads, head_dim), kv_dtype)
     if pages.dtype.itemsize == 1:
-        pages = QuantizedPages(pages, Shape((400, num_kv_heads, page_size), jnp.float32))
+        scales: Any = Shape((400, num_kv_heads, page_size), jnp.float32)
+        pages = QuantizedPages(pages, scales)
     q = Shape((num_tokens, num_heads, head_dim), "float32" if kv_dtype == "float32" else "bfloat16")
     batch = (_int32(num_seqs + 1), _int32(num_seqs), _int32(num_seqs, 128))
     return attend, (q, pages, *batch, Shape((num_heads,), jnp.float32) if sinks else None)
@@ -173,9 +174,11 @@ def compile_step(name: str, target: str, dump: Path) -> dict[str, Any]:
     pool = arguments[1]
     compiled = compile_for(function, arguments, target, donate=(1,))
     memory, layer_bytes = compiled.memory_analysis(), _bytes(pool) // pool.shape[1]
+    text = compiled.as_text()
+    assert memory is not None and text is not None, "the compiler reports both"
     copies = [
         shape
-        for shape in re.findall(r"= bf16\[([\d,]+)\]\S* copy(?:-start)?\(", compiled.as_text())
+        for shape in re.findall(r"= bf16\[([\d,]+)\]\S* copy(?:-start)?\(", text)
         if 2 * functools.reduce(lambda a, b: a * int(b), shape.split(","), 1) >= layer_bytes
     ]
     thunks = max(dump.glob("*thunk_sequence_after_thunk_passes*.txt"), key=lambda path: path.stat().st_mtime)

@@ -13,6 +13,7 @@ import jax
 from jaxtyping import Array, Int32
 
 from pallas_kernels.checks import require, require_array, require_backend, require_page_size
+from pallas_kernels.mosaic import MOSAIC_ROWS
 from pallas_kernels.triton.targets import TARGETS, default_target, device_capability
 from pallas_kernels.triton.work import TritonWork, triton_work
 from pallas_kernels.xla.work import WorkLists, work_lists
@@ -43,7 +44,7 @@ class AttentionMetadata:
     backend: Backend = dataclasses.field(metadata={"static": True})
 
 
-def default_backend() -> Backend:
+def default_backend() -> Literal["xla", "triton"]:
     """The backend for the platform that jax runs on: triton on NVIDIA GPUs from Ampere on, xla elsewhere."""
     return "triton" if jax.default_backend() == "gpu" and device_capability() >= (8, 0) else "xla"
 
@@ -94,6 +95,9 @@ def attention_metadata(
     require(window is None or window >= 1, "window", "None or at least 1", window)
     require(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads)
     require(num_heads % num_kv_heads == 0, "num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads)
+    if backend == "mosaic":
+        group = num_heads // num_kv_heads
+        require(group <= MOSAIC_ROWS, "num_heads", f"at most {MOSAIC_ROWS} a KV head for backend mosaic", num_heads)
     require(head_dim >= 1, "head_dim", "at least 1", head_dim)
     require(target is None or target in TARGETS, "target", f"None or one of {', '.join(TARGETS)}", repr(target))
     if decode_only:
@@ -120,6 +124,7 @@ def attention_metadata(
             head_dim=head_dim,
             window=window,
             decode_only=decode_only,
+            rows=MOSAIC_ROWS if backend == "mosaic" else None,
             target=default_target() if target is None else TARGETS[target],
         )
     return AttentionMetadata(

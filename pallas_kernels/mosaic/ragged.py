@@ -17,13 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.checks import require
+from pallas_kernels.mosaic import MOSAIC_ROWS as ROWS
 from pallas_kernels.pages import KVPages, QuantizedPages
 from pallas_kernels.triton import ragged as triton
 from pallas_kernels.triton.attend import LOG2_E, MASKED
 from pallas_kernels.triton.work import QueryTiles, TritonWork
 
-ROWS = 64
-"""Rows of a query tile: what one wgmma of one warpgroup takes."""
 BLOCK = 64
 """Positions of a product (a page, if that is longer): 64 score columns leave room for 256 features of the result."""
 STAGES = 2
@@ -40,16 +39,15 @@ def require_supported(q: Float[Array, "T H D"], kv_pages: KVPages, sinks: Any | 
     name = jnp.dtype(kv_pages.dtype).name
     require(name in ("bfloat16", "float16"), "kv_pages", "bfloat16 or float16 for backend mosaic", name)
     require(q.dtype == kv_pages.dtype, "q", f"of the pages' dtype {name} for backend mosaic", q.dtype)
-    _, page_size, num_kv_heads, head_dim = kv_pages.shape
+    _, page_size, _, head_dim = kv_pages.shape
     require(head_dim in (64, 128, 256), "q", "of head size 64, 128 or 256 for backend mosaic", head_dim)
-    require(q.shape[1] // num_kv_heads <= ROWS, "q", f"of at most {ROWS} query heads a KV head", q.shape[1])
     fits = page_size <= BLOCK or head_dim <= 128
     require(fits, "kv_pages", "of pages of at most 64 at head size 256: 128 exceed the shared memory", page_size)
 
 
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
-    kv_pages: Shaped[Array, "F page_size K D"],
+    kv_pages: KVPages,
     work: TritonWork,
     *,
     layer: int | Int32[Array, ""],
@@ -63,6 +61,7 @@ def ragged_paged_attention(
 
     ``interpret``: True, or the parameters of Mosaic's interpreter (race detection), which run the chunks alone.
     """
+    assert not isinstance(kv_pages, QuantizedPages), "require_supported comes first"
     if work.tiles is not None:
         chunks = _attend_tiles(
             q,
@@ -72,7 +71,7 @@ def ragged_paged_attention(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
-            interpret=plgpu.InterpretGPUParams() if interpret is True else interpret or None,
+            interpret=_interpreter() if interpret is True else interpret or None,
         )
         q = _unpack(chunks, q, work.tiles)
     return triton.attend_single_tokens(
@@ -87,6 +86,10 @@ def ragged_paged_attention(
         sinks=None,
         interpret=bool(interpret),
     )
+
+
+def _interpreter() -> Any:
+    return plgpu.InterpretGPUParams()  # type: ignore[attr-defined]  # jax before 0.11 is refused
 
 
 def _attend_tiles(
@@ -116,12 +119,13 @@ def _attend_tiles(
 
     row = jnp.arange(ROWS)
     token = tiles.starts[sequence][:, None] + tiles.first[:, None] + jnp.minimum(row // group, tokens - 1)
-    by_kv_head = q.reshape(num_tokens, num_kv_heads, group, head_dim)
+    by_kv_head = jnp.asarray(q).reshape(num_tokens, num_kv_heads, group, head_dim)
     packed = by_kv_head.at[token[:, None], jnp.arange(num_kv_heads)[:, None], row % group].get(mode="clip")
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     shared = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=tiled)
     interpreted = interpret is not None
+    options: dict[str, Any] = {"interpret": interpret} if interpreted else {}
     return plgpu.kernel(
         functools.partial(
             _kernel, group=group, block=block, page_size=page_size, scale=scale, window=window, soft_cap=soft_cap
@@ -140,7 +144,7 @@ def _attend_tiles(
             plgpu.Barrier(num_arrivals=pages, num_barriers=STAGES),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({"interpret": interpret} if interpreted else {}),
+        **options,
     )(packed, kv_pages, padded, sequence, first_position, end)
 
 

@@ -100,10 +100,12 @@ def triton_work(
     window: int | None,
     decode_only: bool,
     target: Target,
+    rows: int | None = None,
 ) -> TritonWork:
-    """Cut a step into tiles and splits."""
+    """Cut a step into tiles and splits. ``rows`` of a query tile; None: what the tile table says."""
     group = num_heads // num_kv_heads
     tile = tile_shape(target, head_dim, group, decode=False)
+    tile = tile if rows is None else tile._replace(rows=rows)
     if decode_only:
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
         is_decode = jnp.ones(num_tokens, bool)  # padding rows too: theirs is the program that writes zeros
