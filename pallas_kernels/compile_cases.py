@@ -22,10 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import (
+    Backend,
     QuantizedPages,
     attention_metadata,
     copy_pages,
     ragged_paged_attention,
+    rms_norm,
+    rope_and_write_kv,
+    silu_mul,
     write_kv,
 )
 from pallas_kernels.deviceless import compile_for
@@ -35,6 +39,7 @@ Shape = jax.ShapeDtypeStruct
 HEADS = {64: (9, 3), 80: (32, 32), 96: (24, 8), 128: (32, 8), 256: (8, 1)}
 """Query and KV heads of the models that have heads of that size."""
 KV_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn")
+MOSAIC = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 11)
 ARCHITECTURES = {"h200": "sm_90a", "h100": "sm_90a", "a100": "sm_80", "l4": "sm_89"}
 
 
@@ -47,9 +52,24 @@ def attention_cases(target: str) -> dict[str, tuple[Callable[..., Any], tuple[An
     cases["attention d128 bfloat16 window cap sinks"] = _attention(
         target, 128, "bfloat16", window=1024, soft_cap=30.0, sinks=True
     )
+    if TARGETS[target].compute_capability == (9, 0) and MOSAIC:
+        for d, page_size in ((64, 16), (128, 16), (128, 128), (256, 64)):
+            cases[f"mosaic d{d} pages of {page_size}"] = _attention(
+                target, d, "bfloat16", page_size=page_size, backend="mosaic"
+            )
     pages = Shape((64, 4, 2, 16, 8, 128), jnp.bfloat16)
     cases["copy_pages"] = (functools.partial(copy_pages, backend="triton"), (pages, _int32(8), _int32(8)))
+    cases["fused"] = (_fused, (Shape((512, 16, 8, 128), jnp.bfloat16), Shape((64, 6144), jnp.bfloat16)))
     return cases
+
+
+def _fused(pages: Any, rows: Any) -> Any:
+    """Each fused kernel once, on the same rows."""
+    num_tokens, halves = rows.shape[0], pages.shape[-1] // 2
+    angles, place = jnp.ones((num_tokens, halves)), jnp.zeros(num_tokens, jnp.int32)
+    qkv = rms_norm(rows, jnp.ones(rows.shape[1]), eps=1e-5, backend="triton").reshape(num_tokens, -1, 2 * halves)
+    rope = rope_and_write_kv(pages, qkv, angles, angles, place, place, layer=0, num_layers=2, backend="triton")
+    return silu_mul(rows, backend="triton"), rope
 
 
 def _attention(
@@ -61,9 +81,11 @@ def _attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: bool = False,
+    page_size: int = 16,
+    backend: Backend = "triton",
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     num_heads, num_kv_heads = heads or HEADS[head_dim]
-    num_seqs, num_tokens, page_size = 16, 256, 16
+    num_seqs, num_tokens = 16, 256
 
     def attend(q: Any, kv: Any, starts: Any, contexts: Any, tables: Any, sinks: Any) -> Any:
         metadata = attention_metadata(
@@ -76,11 +98,11 @@ def _attention(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             window=window,
-            backend="triton",
+            backend=backend,
             target=target,
         )
         return ragged_paged_attention(
-            q, kv, metadata, layer=1, num_layers=2, window=window, soft_cap=soft_cap, sinks=sinks, backend="triton"
+            q, kv, metadata, layer=1, num_layers=2, window=window, soft_cap=soft_cap, sinks=sinks, backend=backend
         )
 
     pages: Any = Shape((400, page_size, num_kv_heads, head_dim), kv_dtype)
@@ -201,10 +223,12 @@ def compile_kernels(name: str, target: str, dump: Path, ptxas: Path) -> dict[str
     for path in set(dump.glob("*.ptx")) - before:
         text = path.read_text()
         for entry in re.findall(r"\.entry (\w+)", text):
-            if re.match(r"(ragged_paged|decode|merge|copy_pages)", entry):
+            if re.match(r"(ragged_paged|decode|merge|copy_pages|rms_norm|silu_mul|rope)", entry):
                 kernels[entry] = assemble(path, ptxas, target) | {
                     "tensor_core": "wgmma" if "wgmma" in text else "mma" if "mma.sync" in text else ""
                 }
+    if name.startswith("mosaic"):
+        return {"kernels": kernels}  # of its own kernel Mosaic leaves no PTX
     if not kernels:
         raise RuntimeError(f"XLA left no PTX of {name} in {dump}")
     return {"kernels": kernels}
