@@ -55,19 +55,19 @@ class Batch:
         """The backend's output; triton runs in interpret mode. Batches of equal shapes share one compiled function."""
         layer = jnp.int32(self.layer) if traced_layer else self.layer
         attend = _ATTEND[backend, traced_layer]
-        return np.asarray(attend(*self._arrays, layer=layer, scale=scale, soft_cap=soft_cap, **self._options(backend)))
+        return np.asarray(attend(*self.arrays, layer=layer, scale=scale, soft_cap=soft_cap, **self._options(backend)))
 
     def compiled(self, backend: Backend) -> jax.stages.Compiled:
         """The compiled function."""
         options = self._options(backend)
         return (
             _ATTEND[backend, False]
-            .lower(*self._arrays, layer=self.layer, scale=None, soft_cap=None, **options)
+            .lower(*self.arrays, layer=self.layer, scale=None, soft_cap=None, **options)
             .compile()
         )
 
     @property
-    def _arrays(self) -> tuple[Any, ...]:
+    def arrays(self) -> tuple[Any, ...]:
         return self.q, self.kv_pages, self.query_starts, self.context_lens, self.block_tables, self.sinks
 
     def _options(self, backend: Backend) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def attend_with_races(batch: Batch, soft_cap: float | None = None) -> np.ndarray
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public way to ask for the races found
 
     got = attend(
-        *batch._arrays,
+        *batch.arrays,
         layer=batch.layer,
         num_layers=batch.num_layers,
         scale=None,
