@@ -61,7 +61,6 @@ def batch(shape: Shape, *, seed: int, dtype: str = "bfloat16") -> tuple[Any, ...
 def attention(shape: Shape, backend: Backend, *, interpret: bool) -> Callable[..., jax.Array]:
     """A jitted call on what :func:`batch` made."""
 
-    @jax.jit
     def attend(q: Any, kv: Any, starts: Any, contexts: Any, tables: Any) -> jax.Array:
         metadata = attention_metadata(
             starts,
@@ -77,7 +76,8 @@ def attention(shape: Shape, backend: Backend, *, interpret: bool) -> Callable[..
         )
         return ragged_paged_attention(q, kv, metadata, layer=0, num_layers=1, backend=backend, interpret=interpret)
 
-    return attend
+    # Kernels in the interpreter are large programs that run once.
+    return jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0} if interpret else None)
 
 
 def layers_seconds(shape: Shape, num_layers: int, *, dtype: str, seed: int) -> float:

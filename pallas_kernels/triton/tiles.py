@@ -33,16 +33,30 @@ Table = dict[int, TileShape]
 """Tiles by the largest head size that they serve."""
 
 HOPPER_CHUNKS: Table = {
+    # 64 rows are one wgmma, 16 a warp. bfloat16 compiles to 128 registers at head size 64 and 212 at 128, without
+    # spills, and 40 and 80 KB of shared memory: two or more programs a core. float32 products are three of TF32, which
+    # take 155 and 255 registers at 16 positions.
     128: TileShape(rows=64, block=64, float32_block=16, num_warps=4, num_stages=2),
+    # Half the block: 64 positions would take 160 KB, one program a core.
     256: TileShape(rows=64, block=32, float32_block=16, num_warps=4, num_stages=2),
 }
+AMPERE_CHUNKS: Table = {
+    # mma takes the queries from registers and a block of 64 spills 28 bytes at head size 128 on an L4: half of it.
+    128: TileShape(rows=64, block=32, float32_block=16, num_warps=4, num_stages=2),
+    # 64 rows x 256 features of the result fill the registers of 4 warps; a block of 64 asks for 106,496 bytes of shared
+    # memory, and an L4 has 101,376.
+    256: TileShape(rows=64, block=32, float32_block=16, num_warps=8, num_stages=2),
+}
 DECODES: Table = {
-    # One token a tile: the products are mostly padding and the time goes into loads, so one more block is in flight.
+    # One token a tile: the products are mostly padding and the time goes into loads. Page numbers take a stage of the
+    # pipeline, so three stages keep one block in flight: with 4 programs of 38 KB a core that is twice the bytes that a
+    # core of an H200 has to have under way (4.8 TB/s x 0.7 us / 132 = 25 KB). 71 to 96 registers for bfloat16.
     128: TileShape(rows=16, block=64, float32_block=16, num_warps=4, num_stages=3),
+    # As many bytes in half the positions.
     256: TileShape(rows=16, block=32, float32_block=16, num_warps=4, num_stages=3),
 }
 
-CHUNK_TILES = {"h200": HOPPER_CHUNKS, "h100": HOPPER_CHUNKS, "a100": HOPPER_CHUNKS, "l4": HOPPER_CHUNKS}
+CHUNK_TILES = {"h200": HOPPER_CHUNKS, "h100": HOPPER_CHUNKS, "a100": AMPERE_CHUNKS, "l4": AMPERE_CHUNKS}
 """Tiles of chunks of a prompt, by target."""
 DECODE_TILES = {"h200": DECODES, "h100": DECODES, "a100": DECODES, "l4": DECODES}
 """Tiles of single tokens, by target."""
