@@ -1,7 +1,7 @@
 """The small kernels of a layer that XLA leaves as several: RMSNorm, rotary embedding with the KV write, SiLU x up.
 
-On H200 steps of Llama-3.1-8B they take a layer from 13-17 kernels to 9-10 and remove the traffic between them. The xla backend
-of each is the plain expression, which XLA fuses on CPUs by itself.
+On H200 steps of Llama-3.1-8B they take a layer from 13-17 kernels to 9-10 and remove the traffic between them. The xla
+backend of each is the plain expression, which XLA fuses on CPUs by itself.
 """
 
 from __future__ import annotations
