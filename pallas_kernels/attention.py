@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels import native
 from pallas_kernels.checks import require, require_array, require_backend
 from pallas_kernels.metadata import AttentionMetadata, Backend, default_backend
 from pallas_kernels.mosaic import ragged as mosaic
@@ -36,7 +37,7 @@ def ragged_paged_attention(
         q: query heads, rotated; row order as in ``metadata.query_starts``.
         kv_pages: the pool [N, L, 2, page_size, K, D] seen flat, F = N*L*2. The keys of page p in layer l are flat page
             ``p*2*L + 2*l``, the values the one after it. They hold this step's keys and values already. dtype uint16
-            is the bits of bfloat16 (xla only); :class:`QuantizedPages` are scaled as they are read.
+            is the bits of bfloat16 (xla and native); :class:`QuantizedPages` are scaled as they are read.
         metadata: :func:`attention_metadata` of this step, built with the same window and backend.
         layer: l.
         num_layers: L.
@@ -73,6 +74,10 @@ def ragged_paged_attention(
         "window": window,
         "soft_cap": soft_cap,
     }
+    if isinstance(metadata.work, native.Tables):
+        require(native.loaded() is not None, "backend", "loaded first, by pallas_kernels.native.load", "native")
+        attended = native.attention(q.astype(jnp.float32), values_of(kv_pages), metadata.work, sinks=sinks, **options)
+        return attended.astype(q.dtype)
     if isinstance(metadata.work, WorkLists):
         return xla.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, **options)
     if backend == "mosaic":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-BACKENDS = ("xla", "triton", "mosaic")
+BACKENDS = ("xla", "triton", "mosaic", "native")
 
 
 def require(condition: bool, argument: str, expected: str, given: object) -> None:

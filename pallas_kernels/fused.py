@@ -35,7 +35,7 @@ def rms_norm(
     require_array(x, "x", (None, None), dtypes=PLAIN_DTYPES)
     require_array(scale, "scale", x.shape[1:], dtypes=PLAIN_DTYPES)
     require(eps >= 0, "eps", "at least 0", eps)
-    if backend != "xla":
+    if backend in ("triton", "mosaic"):
         return triton.rms_norm(x, scale, eps=eps, interpret=interpret)
     x32 = x.astype(jnp.float32)
     return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
@@ -52,7 +52,7 @@ def silu_mul(
     backend = _backend(backend)
     require_array(gate_up, "gate_up", (None, None), dtypes=PLAIN_DTYPES)
     require(gate_up.shape[1] % 2 == 0, "gate_up", "of an even number of columns", f"{gate_up.shape[1]}")
-    if backend != "xla":
+    if backend in ("triton", "mosaic"):
         return triton.silu_mul(gate_up, interpret=interpret)
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, -1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
@@ -110,7 +110,7 @@ def rope_and_write_kv(
         require_array(table, name, (num_tokens, head_dim // 2), dtypes=("float32",))
     for name, index in (("pages", pages), ("offsets", offsets)):
         require_array(index, name, (num_tokens,), dtypes=("int32",))
-    if backend != "xla":
+    if backend in ("triton", "mosaic"):
         return triton.rope_and_write_kv(
             kv_pages, qkv, cos, sin, pages, offsets, layer=layer, num_layers=num_layers, interpret=interpret
         )

@@ -14,11 +14,12 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels.checks import require, require_array, require_backend, require_page_size
 from pallas_kernels.mosaic import MOSAIC_ROWS
+from pallas_kernels.native.ops import Tables
 from pallas_kernels.triton.targets import TARGETS, default_target, device_capability
 from pallas_kernels.triton.work import TritonWork, triton_work
 from pallas_kernels.xla.work import WorkLists, work_lists
 
-Backend = Literal["xla", "triton", "mosaic"]
+Backend = Literal["xla", "triton", "mosaic", "native"]
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +28,7 @@ class AttentionMetadata:
     """One step's ragged batch, cut into the work of a backend.
 
     Arguments:
-        work: WorkLists for xla, TritonWork for triton and mosaic.
+        work: WorkLists for xla, TritonWork for triton and mosaic, Tables for native.
         num_tokens: T.
         page_size: positions in a page.
         window: positions that a query looks back on, itself included; None: all. The work lists skip what lies before
@@ -36,7 +37,7 @@ class AttentionMetadata:
         backend: whose work it is.
     """
 
-    work: WorkLists | TritonWork
+    work: WorkLists | TritonWork | Tables
     num_tokens: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
@@ -102,7 +103,7 @@ def attention_metadata(
     require(target is None or target in TARGETS, "target", f"None or one of {', '.join(TARGETS)}", repr(target))
     if decode_only:
         require(num_tokens == num_seqs, "num_tokens", f"the number of sequences ({num_seqs}) of decodes", num_tokens)
-    work: WorkLists | TritonWork
+    work: WorkLists | TritonWork | Tables
     if backend == "xla":
         work = work_lists(
             query_starts,
@@ -113,6 +114,8 @@ def attention_metadata(
             window=window,
             decode_only=decode_only,
         )
+    elif backend == "native":
+        work = Tables(query_starts, context_lens, block_tables)
     else:
         work = triton_work(
             query_starts,

@@ -52,7 +52,7 @@ def copy_pages(
     _require_pages(kv)
     require_array(sources, "sources", (None,), dtypes=("int32",))
     require_array(destinations, "destinations", sources.shape, dtypes=("int32",))
-    if backend != "xla":
+    if backend in ("triton", "mosaic"):
         return jax.tree.map(lambda pool: triton.copy_pages(pool, sources, destinations, interpret=interpret), kv)
     return scatter_pages(kv, destinations, gather_pages(kv, sources))
 

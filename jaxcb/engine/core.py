@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from jaxcb.engine.step_log import StepLog
+from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import Scheduler, TokenEvent
+from jaxcb.scheduler.sequence import Sequence, Status
 from jaxcb.step.runner import InFlight, Runner
 
 
@@ -19,13 +22,15 @@ class EngineCore:
         device                    [---- step 1 ----][---- step 2 ----][---- step 3 ---- ...
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, run_ahead: bool):
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, run_ahead: bool, step_log: StepLog | None = None):
         self.scheduler = scheduler
         self.runner = runner
+        self.step_log = step_log
         self.num_steps = 0
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
         self._last_wait_s = 0.0
+        self._prompt_logprobs: dict[Sequence, dict[int, Logprobs]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -35,6 +40,10 @@ class EngineCore:
         """See :meth:`Scheduler.add`."""
         self.scheduler.add(request)
 
+    def add_choices(self, requests: list[Request]) -> None:
+        """Several answers to one prompt: see :meth:`Scheduler.add_choices`."""
+        self.scheduler.add_choices(requests)
+
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         """End a request from outside; None if it has ended already."""
         sequence = self.scheduler.finish(request_id, reason)
@@ -42,21 +51,64 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""
+        started_s = time.perf_counter()
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append(self.runner.launch(plan))
             self.num_steps += 1
+            if self.step_log is not None:
+                self.step_log.launched(plan.step, started_s)
         elif not self._in_flight and self.scheduler.has_requests:
             raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             oldest = self._in_flight.popleft()
-            token_ids = oldest.wait()
-            self._observe(oldest)
-            return self.scheduler.commit(oldest.plan, token_ids)
+            token_ids, ended_s = oldest.wait(), time.perf_counter()
+            self._observe(oldest, ended_s)
+            self._collect_prompt_logprobs(oldest)
+            events = self.scheduler.commit(oldest.plan, token_ids)
+            self._add_logprobs(oldest, events)
+            if self.step_log is not None:
+                self.step_log.done(oldest, ended_s, more=self.has_work)
+            return events
         return []
 
-    def _observe(self, step: InFlight) -> None:
+    def _collect_prompt_logprobs(self, step: InFlight) -> None:
+        """By position: after a preemption the same ones come again."""
+        for piece in step.sampled.prompt:
+            pieces = self._prompt_logprobs.setdefault(piece.sequence, {})
+            pieces[piece.first] = piece.wait()
+
+    def _add_logprobs(self, step: InFlight, events: list[TokenEvent]) -> None:
+        """Put them beside the tokens that they belong to; those of a prompt beside the first one."""
+        if step.sampled.logprobs:
+            index = {row.sequence: i for i, row in enumerate(step.plan.rows)}
+            for i, event in enumerate(events):
+                if event.token_id is not None:
+                    sampling = event.sequence.request.sampling
+                    logprobs = step.sampled.logprobs_of(index[event.sequence], sampling, event.token_id)
+                    events[i] = event._replace(logprobs=logprobs)
+        if self._prompt_logprobs:
+            for i, event in enumerate(events):
+                if (pieces := self._prompt_logprobs.pop(event.sequence, None)) is not None:
+                    events[i] = event._replace(prompt_logprobs=_in_order(pieces))
+            self._prompt_logprobs = {
+                sequence: pieces
+                for sequence, pieces in self._prompt_logprobs.items()
+                if sequence.status is not Status.FINISHED
+            }
+
+    def _observe(self, step: InFlight, ended_s: float) -> None:
         """The device took the step up when it was launched, or when it was done with the one before."""
-        now_s = time.perf_counter()
-        self.scheduler.observe(step.plan, now_s - max(step.launched_s, self._last_wait_s))
-        self._last_wait_s = now_s
+        self.scheduler.observe(step.plan, ended_s - max(step.launched_s, self._last_wait_s))
+        self._last_wait_s = ended_s
+
+
+def _in_order(pieces: dict[int, Logprobs]) -> Logprobs:
+    """Pieces by their first position, which may overlap: a preempted prompt was cut elsewhere the second time."""
+    parts, end = [], 0
+    for first in sorted(pieces):
+        piece = pieces[first]
+        if first + len(piece) > end:
+            parts.append(piece.take(slice(end - first, None)))
+            end = first + len(piece)
+    return Logprobs.concatenate(parts)

@@ -9,23 +9,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from jaxcb.config import EngineConfig
+from jaxcb import native
+from jaxcb.config import Backend, EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
-from jaxcb.scheduler import SchedulerLimits, knob_values
+from jaxcb.scheduler import Scheduler, SchedulerLimits
+from jaxcb.scheduler.replay import RecordingScheduler
+from jaxcb.sizing import (
+    GPU_WORKSPACE_BYTES,
+    BatchLimits,
+    batch_limits,
+    decode_sizes,
+    mixed_sizes,
+    num_host_pages,
+    scheduler_limits,
+    wanted_model_len,
+)
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
-from pallas_kernels.metadata import Backend, default_backend
 
 T = TypeVar("T")
-# GPUs pad two and four rows to eight anyway.
-CPU_DECODE_BUCKETS, GPU_DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 8, 16, 32, 64, 128, 256)
-CPU_MIXED_BUCKETS, GPU_MIXED_BUCKETS = (64, 128, 256, 512, 1024, 2048), (256, 512, 1024, 2048, 4096)
 CPU_KV_BYTES = 2**30
 CPU_COPY_BYTES_PER_S, GPU_LINK_BYTES_PER_S = 4e9, 2e10
 """Achieved when pages move to host memory and back: a copy in memory; PCIe 4.0 x16, less than which few GPUs have."""
-GPU_WORKSPACE_BYTES = 2**30
-"""Left for temporaries of the compiled steps."""
 
 
 def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> EngineConfig:
@@ -37,13 +43,8 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
         ConfigError: the numbers can't work together; ``.param`` names the field.
     """
     on_cpu = jax.default_backend() == "cpu"
-    seqs, budget = _batch_limits(config, on_cpu)
-    if config.max_model_len is not None and config.max_model_len > spec.max_position:
-        raise ConfigError(
-            f"max_model_len ({config.max_model_len}) is more than the model was made for ({spec.max_position} tokens)",
-            param="max_model_len",
-        )
-    max_model_len = config.max_model_len or spec.max_position
+    max_model_len = wanted_model_len(config, spec.max_position)
+    seqs, budget = batch_limits(config, max_model_len, on_cpu=on_cpu)
     page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * config.page_size
     pages = _num_pages(config, page_bytes, seqs * -(-max_model_len // config.page_size), on_cpu)
     capacity = pages * config.page_size
@@ -61,41 +62,40 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
-        decode_buckets=_below(config.decode_buckets, CPU_DECODE_BUCKETS if on_cpu else GPU_DECODE_BUCKETS, seqs),
-        mixed_buckets=_below(config.mixed_buckets, CPU_MIXED_BUCKETS if on_cpu else GPU_MIXED_BUCKETS, budget),
+        decode_buckets=decode_sizes(config, seqs, on_cpu=on_cpu),
+        mixed_buckets=mixed_sizes(config, budget, on_cpu=on_cpu),
         num_kv_pages=pages,
         kv_cache_memory_bytes=pages * page_bytes,
-        backend=config.backend or default_backend(),
+        backend=_backend(config, spec, dtype),
     )
 
 
 def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
     """The scheduler's limits of a resolved config."""
-    page_bytes = _page_bytes(config)
     on_cpu = jax.default_backend() == "cpu"
-    return SchedulerLimits(
-        max_num_seqs=_set(config.max_num_seqs),
-        max_num_batched_tokens=_set(config.max_num_batched_tokens),
+    return scheduler_limits(
+        config,
+        batch=BatchLimits(_set(config.max_num_seqs), _set(config.max_num_batched_tokens)),
         max_model_len=_set(config.max_model_len),
         num_kv_pages=_set(config.num_kv_pages),
-        page_size=config.page_size,
-        num_slots=2 * _set(config.max_num_seqs),
-        enable_prefix_caching=config.enable_prefix_caching,
-        num_host_pages=_num_host_pages(config),
-        host_page_s=page_bytes / (CPU_COPY_BYTES_PER_S if on_cpu else GPU_LINK_BYTES_PER_S),
-        step_sizes=(*sorted(_set(config.mixed_buckets)), _set(config.max_num_batched_tokens)),
+        page_bytes=_page_bytes(config),
+        link_bytes_per_s=CPU_COPY_BYTES_PER_S if on_cpu else GPU_LINK_BYTES_PER_S,
+        step_sizes=(*_set(config.mixed_buckets), _set(config.max_num_batched_tokens)),
         sliding_window=_widest_window(spec),
         cache_name=f"{config.model}@{config.revision}:{config.dtype}",
-        **knob_values(config),
     )
+
+
+def scheduler_of(config: EngineConfig, spec: ModelSpec) -> Scheduler:
+    """The scheduler of a resolved config."""
+    limits = limits_of(config, spec)
+    if config.event_log is None:
+        return Scheduler(limits, spec.eos_token_ids)
+    return RecordingScheduler(limits, spec.eos_token_ids, file=open(config.event_log, "w", encoding="utf-8"))
 
 
 def _page_bytes(config: EngineConfig) -> int:
     return _set(config.kv_cache_memory_bytes) // _set(config.num_kv_pages)
-
-
-def _num_host_pages(config: EngineConfig) -> int:
-    return int(config.host_kv_gib * 2**30) // _page_bytes(config)
 
 
 def _widest_window(spec: ModelSpec) -> int | None:
@@ -110,7 +110,7 @@ def shape_of(config: EngineConfig) -> RunnerShape:
         page_size=config.page_size,
         num_slots=2 * _set(config.max_num_seqs),
         max_model_len=_set(config.max_model_len),
-        num_host_pages=_num_host_pages(config),
+        num_host_pages=num_host_pages(config, _page_bytes(config)),
     )
 
 
@@ -124,23 +124,20 @@ def buckets_of(config: EngineConfig) -> Buckets:
     )
 
 
-def _below(asked: tuple[int, ...] | None, default: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    return tuple(size for size in (default if asked is None else asked) if size < limit)
+def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend:
+    backend = native.choose(config.backend, spec, dtype)
+    if config.quantization is not None and backend != "native":
+        raise ConfigError(
+            f"quantization {config.quantization} needs the native CPU backend, this engine has {backend} "
+            "(python -m jaxcb.native says why)",
+            param="quantization",
+        )
+    return backend
 
 
 def backend_of(config: EngineConfig) -> Backend:
     """The attention backend of a resolved config."""
     return _set(config.backend)
-
-
-def _batch_limits(config: EngineConfig, on_cpu: bool) -> tuple[int, int]:
-    seqs = config.max_num_seqs
-    budget = config.max_num_batched_tokens
-    if seqs is None:
-        seqs = min(32 if on_cpu else 256, budget or 256)
-    if budget is None:
-        budget = max(512 if on_cpu else 2048, seqs)
-    return seqs, budget
 
 
 def _num_pages(config: EngineConfig, page_bytes: int, most: int, on_cpu: bool) -> int:

@@ -1,9 +1,22 @@
 """One decoder, described by a frozen ModelSpec; a family is a spec read from its config and a map of tensor names.
 
-The decoder knows nothing of pages or batches: the step hands it the function that attends.
+The decoder knows nothing of pages or batches: the step hands it the function that attends. The spec imports no jax: the
+decoder is loaded when its first name is asked for.
 """
 
-from jaxcb.models.decoder import Attend, apply_head, apply_layers, param_shapes
+from typing import TYPE_CHECKING, Any
+
 from jaxcb.models.spec import ModelSpec, RopeSpec
 
+if TYPE_CHECKING:
+    from jaxcb.models.decoder import Attend, apply_head, apply_layers, param_shapes
+
 __all__ = ["Attend", "ModelSpec", "RopeSpec", "apply_head", "apply_layers", "param_shapes"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jaxcb.models import decoder
+
+    return getattr(decoder, name)

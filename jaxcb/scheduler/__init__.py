@@ -4,18 +4,23 @@ No jax comes in here: the same objects run under the engine and, with a virtual 
 """
 
 from jaxcb.scheduler.knobs import SchedulerLimits, SchedulingKnobs, knob_values
-from jaxcb.scheduler.plan import PlanRow, StepPlan, TokenEvent
+from jaxcb.scheduler.load import StepLoad, load_of
+from jaxcb.scheduler.plan import DecodeRow, PlanRow, Row, StepPlan, TokenEvent
 from jaxcb.scheduler.scheduler import Scheduler
 from jaxcb.scheduler.sequence import Sequence, Status
 
 __all__ = [
+    "DecodeRow",
     "PlanRow",
+    "Row",
     "Scheduler",
     "SchedulerLimits",
     "SchedulingKnobs",
     "Sequence",
     "Status",
+    "StepLoad",
     "StepPlan",
     "TokenEvent",
     "knob_values",
+    "load_of",
 ]

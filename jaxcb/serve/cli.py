@@ -9,9 +9,11 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
-from jaxcb.config import EngineConfig
+from jaxcb.config import Backend, EngineConfig, Quantization
 from jaxcb.errors import ConfigError
+from jaxcb.presets import engine_settings
 
 _SIZE = re.compile(r"(\d+)(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -41,7 +43,11 @@ def parse(argv: Sequence[str] | None = None) -> tuple[EngineConfig, ServeOptions
     Raises:
         ConfigError: a value can't work.
     """
-    args = _parser().parse_args(argv)
+    preset, _ = _preset_parser().parse_known_args(argv)
+    parser = _parser()
+    if preset.preset is not None:
+        parser.set_defaults(**engine_settings(preset.preset))  # so that the other flags stand over it
+    args = parser.parse_args(argv)
     config = EngineConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)})
     if not math.isfinite(args.drain_timeout) or args.drain_timeout < 0:
         raise ConfigError(f"--drain-timeout must be 0 or more seconds, got {args.drain_timeout}", param="drain_timeout")
@@ -61,6 +67,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[EngineConfig, ServeOptions
     return config, options
 
 
+def _preset_parser() -> argparse.ArgumentParser:
+    """Reads ``--preset`` and nothing else."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset")
+    return parser
+
+
 def _parser() -> argparse.ArgumentParser:
     """Every field of EngineConfig is a destination; flags that say nothing leave the field's own default."""
     parser = argparse.ArgumentParser(
@@ -76,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--model", metavar="DIR|ID|FILE.gguf", help="default: the built-in SmolLM2-135M-Instruct")
     model.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
+    model.add_argument("--quantization", choices=get_args(Quantization), help="of the weights, when they are loaded")
     model.add_argument("--chat-template", metavar="FILE", help="Jinja file instead of the model's own template")
 
     server = parser.add_argument_group("server")
@@ -100,8 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--no-enable-prefix-caching", action="store_false", dest="enable_prefix_caching")
 
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--backend", choices=("xla", "triton"), help="attention; default: by platform")
+    engine.add_argument("--preset", metavar="NAME", help="schedule as another system does: vllm-v1, sarathi, tgi, ...")
+    engine.add_argument("--backend", choices=get_args(Backend), help="kernels; default: by platform")
     engine.add_argument("--no-run-ahead", "--no-async-scheduling", action="store_false", dest="run_ahead")
+    engine.add_argument("--step-log", metavar="FILE", help="a line of JSON a step, to calibrate the simulator")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests that bring none")
     return parser
 

@@ -3,13 +3,17 @@
 Nothing here imports jax, and nothing may: a run needs no device and no model weights.
 """
 
+from jaxcb.scheduler import StepLoad
 from jaxcb.sim.gpus import GPUS, Gpu
+from jaxcb.sim.loaders import load_trace
 from jaxcb.sim.models import MODELS, Model, ModelShape
+from jaxcb.sim.replica import ReplicaSpec
 from jaxcb.sim.result import Distribution, RequestRecord, Result
-from jaxcb.sim.simulator import Simulation, simulate
+from jaxcb.sim.simulator import Simulation, one_engine, simulate
 from jaxcb.sim.sizing import limits_on
-from jaxcb.sim.step_time import LinearStepTime, StepLoad, StepTime, StepTimeModel
-from jaxcb.sim.trace import TRACES, TraceRequest, make_trace
+from jaxcb.sim.step_time import LinearStepTime, StepTime, StepTimeModel
+from jaxcb.sim.trace import TraceRequest
+from jaxcb.sim.traces import TRACES, make_trace
 
 __all__ = [
     "GPUS",
@@ -20,6 +24,7 @@ __all__ = [
     "LinearStepTime",
     "Model",
     "ModelShape",
+    "ReplicaSpec",
     "RequestRecord",
     "Result",
     "Simulation",
@@ -28,6 +33,8 @@ __all__ = [
     "StepTimeModel",
     "TraceRequest",
     "limits_on",
+    "load_trace",
     "make_trace",
+    "one_engine",
     "simulate",
 ]

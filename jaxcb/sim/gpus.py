@@ -20,6 +20,14 @@ class Gpu:
     """Of the device memory, bytes/s."""
     memory_bytes: float
     """As the data sheet names it, in units of 10^9."""
+    host_bandwidth: float
+    """Of the link to the host's memory, bytes/s one way: what swapping pays."""
+    network_bandwidth: float
+    """Of the card's share of the network between machines, bytes/s: what sending KV to another machine pays."""
+    watts: float
+    """Most power that the card draws."""
+    usd_per_hour: float | None = None
+    """What renting it costs, where a published comparison names a price; prices change, so pass your own."""
     flops_fraction: float = 0.6
     bandwidth_fraction: float = 0.85
 
@@ -35,9 +43,46 @@ class Gpu:
 
 
 # Data sheets of the A100 80GB SXM, H100 SXM, H200 SXM and L4 (NVIDIA); where they name the sparse peak, half of it.
+# Host links: PCIe Gen4 x16 (32 GB/s), Gen5 x16 (64 GB/s). Networks: 200 and 400 Gbit/s a card in a DGX A100 and H100,
+# 100 Gbit/s for a machine of L4s. Prices: Splitwise (ISCA 2024), table I: $17.6 and $38 an hour for eight.
 GPUS = {
-    "a100": Gpu(name="A100 80GB", peak_flops=312e12, peak_bandwidth=2.039e12, memory_bytes=80e9),
-    "h100": Gpu(name="H100", peak_flops=989e12, peak_bandwidth=3.35e12, memory_bytes=80e9),
-    "h200": Gpu(name="H200", peak_flops=989e12, peak_bandwidth=4.8e12, memory_bytes=141e9),
-    "l4": Gpu(name="L4", peak_flops=121e12, peak_bandwidth=0.3e12, memory_bytes=24e9, flops_fraction=0.5),
+    "a100": Gpu(
+        name="A100 80GB",
+        peak_flops=312e12,
+        peak_bandwidth=2.039e12,
+        memory_bytes=80e9,
+        host_bandwidth=32e9,
+        network_bandwidth=25e9,
+        watts=400.0,
+        usd_per_hour=17.6 / 8,
+    ),
+    "h100": Gpu(
+        name="H100",
+        peak_flops=989e12,
+        peak_bandwidth=3.35e12,
+        memory_bytes=80e9,
+        host_bandwidth=64e9,
+        network_bandwidth=50e9,
+        watts=700.0,
+        usd_per_hour=38.0 / 8,
+    ),
+    "h200": Gpu(
+        name="H200",
+        peak_flops=989e12,
+        peak_bandwidth=4.8e12,
+        memory_bytes=141e9,
+        host_bandwidth=64e9,
+        network_bandwidth=50e9,
+        watts=700.0,
+    ),
+    "l4": Gpu(
+        name="L4",
+        peak_flops=121e12,
+        peak_bandwidth=0.3e12,
+        memory_bytes=24e9,
+        host_bandwidth=32e9,
+        network_bandwidth=12.5e9,
+        watts=72.0,
+        flops_fraction=0.5,
+    ),
 }

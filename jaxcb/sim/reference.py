@@ -18,9 +18,9 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence as Array
 
-from jaxcb.scheduler import SchedulerLimits
+from jaxcb.scheduler import SchedulerLimits, StepLoad
 from jaxcb.sim.result import Result
-from jaxcb.sim.step_time import LinearStepTime, StepLoad, StepTime
+from jaxcb.sim.step_time import LinearStepTime, StepTime
 from jaxcb.sim.trace import TraceRequest, uniform_lengths
 
 NUM_REQUESTS = 2000

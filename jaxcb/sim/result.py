@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from jaxcb.sim.trace import TraceRequest
+
+if TYPE_CHECKING:
+    from jaxcb.sim.replica import Gaps, Replica
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestRecord:
     """One request. Times are seconds on the virtual clock, which starts with the trace."""
 
+    number: int
+    """Its place in the trace."""
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     """What it asks for."""
     refused: bool = False
     """It could never run: the scheduler didn't take it."""
+    rejected: bool = False
+    """It was turned away at its arrival, since it would have come too late."""
     num_generated: int = 0
     """What it got, counted when it ended."""
     first_token_s: float | None = None
@@ -27,6 +37,33 @@ class RequestRecord:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that came out of the prefix cache."""
+
+    @classmethod
+    def of(cls, number: int, request: TraceRequest) -> RequestRecord:
+        """Of a request that hasn't come yet."""
+        return cls(number, request.arrival_s, request.num_prompt_tokens, request.num_output_tokens)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time from arrival to the first token; None before it."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after the first; None before the end, or with only one token."""
+        if self.finished_s is None or self.first_token_s is None or self.num_generated < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (self.num_generated - 1)
+
+    @property
+    def latency_s(self) -> float | None:
+        """Time from arrival to the last token; None before it."""
+        return None if self.finished_s is None else self.finished_s - self.arrival_s
+
+    def met(self, ttft_s: float, tpot_s: float) -> bool:
+        """It has ended, and within both limits."""
+        ttft, tpot = self.ttft_s, self.tpot_s
+        return self.finished_s is not None and ttft is not None and ttft <= ttft_s and (tpot is None or tpot <= tpot_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +113,39 @@ class Result:
     mean_kv_use: float
     """Part of the pages held for requests, averaged over the busy time."""
     peak_kv_use: float
+    kv_waste: float
+    """Part of the held positions that hold no token: page ends, and what is reserved for later."""
     gaps_s: Float[np.ndarray, "N"]
     gap_counts: Int[np.ndarray, "N"]
+
+    @classmethod
+    def of(cls, requests: list[RequestRecord], gaps: Gaps, replicas: Sequence[Replica], duration_s: float) -> Result:
+        """Of everything that the replicas have done so far."""
+        counters = [replica.scheduler.counters for replica in replicas]
+        first = [replica.scheduler.counters for replica in replicas if not replica.continues]
+        usages = [replica.usage for replica in replicas]
+        pools = [replica.scheduler.pool.num_pages for replica in replicas]
+        busy_s, num_steps = sum(usage.busy_s for usage in usages), sum(usage.num_steps for usage in usages)
+        held = sum(usage.held_token_seconds for usage in usages)
+        live = sum(usage.live_token_seconds for usage in usages)
+        page_seconds = sum(usage.busy_s * pages for usage, pages in zip(usages, pools, strict=True))
+        return cls(
+            requests=requests,
+            duration_s=duration_s,
+            busy_s=busy_s,
+            num_steps=num_steps,
+            num_step_tokens=sum(usage.num_step_tokens for usage in usages),
+            num_output_tokens=sum(counter.generated_tokens for counter in counters),
+            num_preemptions=sum(counter.preemptions for counter in counters),
+            num_prompt_tokens=sum(counter.prompt_tokens for counter in first),
+            num_cached_tokens=sum(counter.prompt_tokens_cached for counter in first),
+            mean_running=sum(usage.num_rows for usage in usages) / num_steps if num_steps else 0.0,
+            mean_kv_use=sum(usage.page_seconds for usage in usages) / page_seconds if page_seconds else 0.0,
+            peak_kv_use=max(usage.peak_pages / pages for usage, pages in zip(usages, pools, strict=True)),
+            kv_waste=max(1 - live / held, 0.0) if held else 0.0,
+            gaps_s=np.array(gaps.seconds),
+            gap_counts=np.array(gaps.counts),
+        )
 
     @property
     def finished(self) -> list[RequestRecord]:
@@ -88,6 +156,10 @@ class Result:
         return sum(record.refused for record in self.requests)
 
     @property
+    def num_rejected(self) -> int:
+        return sum(record.rejected for record in self.requests)
+
+    @property
     def output_tokens_per_s(self) -> float:
         return self.num_output_tokens / self.duration_s if self.duration_s else 0.0
 
@@ -95,23 +167,25 @@ class Result:
     def requests_per_s(self) -> float:
         return len(self.finished) / self.duration_s if self.duration_s else 0.0
 
+    def goodput(self, *, ttft_s: float, tpot_s: float) -> float:
+        """Requests a second that ended within both limits (DistServe, section 1)."""
+        met = sum(record.met(ttft_s, tpot_s) for record in self.requests)
+        return met / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Part of the prompt tokens that the prefix cache gave."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
     @property
     def ttft(self) -> Distribution | None:
         """Time from arrival to the first token."""
-        return Distribution.of(
-            [record.first_token_s - record.arrival_s for record in self.requests if record.first_token_s is not None]
-        )
+        return Distribution.of([time for record in self.requests if (time := record.ttft_s) is not None])
 
     @property
     def tpot(self) -> Distribution | None:
         """Mean time a token after the first, over requests of two tokens or more."""
-        return Distribution.of(
-            [
-                (record.finished_s - record.first_token_s) / (record.num_generated - 1)
-                for record in self.requests
-                if record.finished_s is not None and record.first_token_s is not None and record.num_generated > 1
-            ]
-        )
+        return Distribution.of([time for record in self.requests if (time := record.tpot_s) is not None])
 
     @property
     def itl(self) -> Distribution | None:
@@ -121,9 +195,7 @@ class Result:
     @property
     def latency(self) -> Distribution | None:
         """Time from arrival to the last token."""
-        return Distribution.of(
-            [record.finished_s - record.arrival_s for record in self.requests if record.finished_s is not None]
-        )
+        return Distribution.of([time for record in self.requests if (time := record.latency_s) is not None])
 
     def summary(self) -> dict[str, Any]:
         """Everything but the single requests, ready for JSON."""
@@ -140,6 +212,7 @@ class Result:
             "num_requests": len(self.requests),
             "num_finished": len(self.finished),
             "num_refused": self.num_refused,
+            "num_rejected": self.num_rejected,
             "output_tokens_per_s": self.output_tokens_per_s,
             "requests_per_s": self.requests_per_s,
             **own,

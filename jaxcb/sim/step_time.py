@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Protocol
 
-from jaxcb.scheduler import StepPlan
+from jaxcb.scheduler import StepLoad
 from jaxcb.sim.gpus import Gpu
 from jaxcb.sim.models import Model
 
 BFLOAT16_BYTES = 2
-
-
-class StepLoad(NamedTuple):
-    """What a step has to compute.
-
-    A worked example: sequence a decodes at position 7, b is given positions 4, 5 and 6 of its prompt.
-
-        row  tokens  context  attended positions
-        a    1       8        8
-        b    3       7        5 + 6 + 7 = 18         StepLoad(num_tokens=4, kv_tokens=15, num_pairs=26)
-    """
-
-    num_tokens: int
-    kv_tokens: int
-    """Positions whose KV is read, each once a sequence."""
-    num_pairs: int
-    """Pairs of a query and a position that it attends to."""
 
 
 class StepTime(Protocol):
@@ -39,10 +23,12 @@ class StepTime(Protocol):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTimeModel:
     """t = max(weight_bytes / bandwidth, flops_per_token * tokens / flops)
-         + kv_bytes_per_token * kv_tokens / bandwidth + attention_flops_per_pair * pairs / flops + overhead_s
+         + kv_bytes_per_token * kv_tokens / kv_bandwidth
+         + attention_flops_per_pair * pairs / attention_flops + overhead_s
 
     The matrix products read every weight once, whatever the number of tokens, so they take the longer of reading and
-    computing. Attention reads the KV of each sequence on its own; sliding windows are not modelled.
+    computing. Attention reads the KV of each sequence on its own; sliding windows are not modelled. A rate may be
+    infinite: what it stands for then costs nothing.
     """
 
     weight_bytes: float
@@ -59,6 +45,10 @@ class StepTimeModel:
     """Achieved FLOP/s."""
     overhead_s: float
     """Seconds that every step takes besides: launches, norms, sampling, what of the host is not hidden."""
+    kv_bandwidth: float
+    """Achieved bytes/s of attention's reads."""
+    attention_flops: float
+    """Achieved FLOP/s of attention."""
 
     @classmethod
     def of(cls, model: Model, gpu: Gpu, *, overhead_s: float = 500e-6) -> StepTimeModel:
@@ -71,13 +61,31 @@ class StepTimeModel:
             bandwidth=gpu.bandwidth,
             flops=gpu.flops,
             overhead_s=overhead_s,
+            kv_bandwidth=gpu.bandwidth,
+            attention_flops=gpu.flops,
         )
+
+    @classmethod
+    def fit(cls, file: str | Path) -> StepTimeModel:
+        """Calibrate on the steps of a real run: a file written by ``python -m jaxcb.serve --step-log FILE``.
+
+        Raises:
+            ConfigError: the file can't be read, a line is malformed, or it holds too few steps.
+        """
+        from jaxcb.sim.calibrate import fit, read_step_log
+
+        return fit(read_step_log(Path(file)))
+
+    @property
+    def knee_tokens(self) -> float:
+        """Tokens of a step from which the products are bound by computing, no longer by reading the weights."""
+        return self.weight_bytes / self.bandwidth * self.flops / self.flops_per_token
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of one step."""
         products_s = max(self.weight_bytes / self.bandwidth, self.flops_per_token * load.num_tokens / self.flops)
-        kv_s = self.kv_bytes_per_token * load.kv_tokens / self.bandwidth
-        attention_s = self.attention_flops_per_pair * load.num_pairs / self.flops
+        kv_s = self.kv_bytes_per_token * load.kv_tokens / self.kv_bandwidth
+        attention_s = self.attention_flops_per_pair * load.num_pairs / self.attention_flops
         return products_s + kv_s + attention_s + self.overhead_s
 
 
@@ -92,13 +100,3 @@ class LinearStepTime:
     def step_s(self, load: StepLoad) -> float:
         """Seconds of one step."""
         return (self.fixed_ms + self.per_token_ms * load.num_tokens) / 1e3
-
-
-def load_of(plan: StepPlan) -> StepLoad:
-    """What a planned step has to compute."""
-    decodes = plan.rows[: plan.num_decodes]
-    kv_tokens = num_pairs = len(decodes) + sum([row.start for row in decodes])
-    for row in plan.rows[plan.num_decodes :]:
-        kv_tokens += row.context_len
-        num_pairs += row.num_tokens * (2 * row.start + row.num_tokens + 1) // 2
-    return StepLoad(plan.num_tokens, kv_tokens, num_pairs)

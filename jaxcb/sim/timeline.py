@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Array
 
-from jaxcb.scheduler import PlanRow, StepPlan
+from jaxcb.scheduler import Row, StepPlan
 from jaxcb.sim.result import RequestRecord
 
 CHUNK, DECODE, WAITING, ABSENT = "P", "d", ".", " "
@@ -28,7 +28,7 @@ class Timeline:
         self._starts_s: list[float] = []
         self._cells: dict[int, dict[int, str]] = {}  # request -> step -> letter
 
-    def add(self, plan: StepPlan, start_s: float) -> None:
+    def add(self, plan: StepPlan, start_s: float, _step_s: float) -> None:
         """Note a step that starts at ``start_s``."""
         if self.num_steps < self.max_steps:
             for row in plan.rows:
@@ -36,13 +36,24 @@ class Timeline:
             self._starts_s.append(start_s)
         self.num_steps += 1
 
+    @property
+    def num_columns(self) -> int:
+        """Steps that are drawn."""
+        return len(self._starts_s)
+
+    def lines(self, records: Array[RequestRecord]) -> list[tuple[str, str]]:
+        """Label and cells of each request that any of the steps computes."""
+        return [
+            (_label(number, records[number]), self._line(number, records[number])) for number in sorted(self._cells)
+        ]
+
     def text(self, records: Array[RequestRecord]) -> str:
         """The picture. Requests that none of its steps computes are left out."""
-        labels = {number: _label(number, records[number]) for number in sorted(self._cells)}
-        width = max([len("step"), *map(len, labels.values())]) + 2
+        rows = self.lines(records)
+        width = max([len("step"), *(len(label) for label, _ in rows)]) + 2
         lines = ["step".ljust(width) + self._ruler()]
-        lines += [label.ljust(width) + self._line(number, records[number]) for number, label in labels.items()]
-        if hidden := self.num_steps - len(self._starts_s):
+        lines += [label.ljust(width) + cells for label, cells in rows]
+        if hidden := self.num_steps - self.num_columns:
             lines.append(f"and {hidden:,} more steps")
         return "\n".join(lines)
 
@@ -62,7 +73,7 @@ class Timeline:
         ).rstrip()
 
 
-def _letter(row: PlanRow) -> str:
+def _letter(row: Row) -> str:
     """A decode computes one token of the answer; everything else computes (or computes again) a chunk."""
     return DECODE if row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens else CHUNK
 

@@ -1,4 +1,7 @@
-"""Traces: when requests arrive, how long their prompts and answers are. The same seed draws the same trace."""
+"""Traces: when requests arrive, how long their prompts and answers are. The same seed draws the same trace.
+
+Traces whose prompts share beginnings are in ``shared.py``, recorded ones are read by ``loaders.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxcb.errors import ConfigError
-
 _MASK = 2**64 - 1
 
 
 class TraceRequest(NamedTuple):
-    """One request of a trace."""
+    """One request of a trace.
+
+    A prompt begins with the runs of ``content``, and what they leave of ``num_prompt_tokens`` is its own. Two prompts
+    share what they have in common from the first run on:
+
+        content                      num_prompt_tokens
+        ((7, 1000), (8, 200))        1250                 1,000 tokens of run 7, 200 of run 8, 50 of its own
+        ((7, 1000),)                 1100                 shares the first 1,000
+    """
 
     arrival_s: float
-    """Seconds since the trace began."""
+    """Seconds since the trace began; with ``after``, seconds since that request ended."""
     num_prompt_tokens: int
     num_output_tokens: int
+    content: tuple[tuple[int, int], ...] = ()
+    """Runs (id, number of tokens) that the prompt begins with."""
+    answer: int | None = None
+    """Id of the run that the answer is: a later turn of the chat names it in its ``content``."""
+    after: int | None = None
+    """Number of the request that must have ended before this one comes: an earlier one of the trace."""
 
 
 class Lcg:
@@ -46,6 +61,10 @@ class Lognormal:
         """The distribution with these percentiles; 1.2816 standard deviations lie between the two."""
         return cls(math.log(p50), math.log(p90 / p50) / 1.2815515655446004)
 
+    @property
+    def mean(self) -> float:
+        return math.exp(self.mu + self.sigma**2 / 2)
+
     def draw(self, count: int, random: np.random.Generator) -> list[int]:
         """``count`` lengths, each at least 1."""
         return np.maximum(np.rint(random.lognormal(self.mu, self.sigma, count)), 1).astype(int).tolist()
@@ -68,34 +87,34 @@ WORKLOADS = {
     "azure-code": Workload(Lognormal(7.00, 1.36), Lognormal(2.79, 0.85), gap_cv=13.0),
 }
 UNIFORM = "uniform"
-TRACES = (*WORKLOADS, UNIFORM)
 
 
-def make_trace(name: str, num_requests: int, *, rate: float = math.inf, seed: int = 42) -> list[TraceRequest]:
-    """Draw a trace.
+def drawn_trace(
+    workload: Workload, num_requests: int, *, rate: float, gap_cv: float | None, random: np.random.Generator
+) -> list[TraceRequest]:
+    """Lengths and arrivals of a workload; ``gap_cv`` None takes the workload's own."""
+    cv = workload.gap_cv if gap_cv is None else gap_cv
+    times = arrivals(num_requests, rate=rate, gap_cv=cv, random=random)
+    prompts, outputs = workload.prompt.draw(num_requests, random), workload.output.draw(num_requests, random)
+    return [TraceRequest(*values) for values in zip(times, prompts, outputs, strict=True)]
 
-    Arguments:
-        name: one of ``TRACES``; "uniform" has the lengths of :func:`uniform_lengths` and Poisson arrivals.
-        rate: mean arrivals a second; infinite: all are there at the start.
 
-    Raises:
-        ConfigError: a value can't work; ``.param`` names it.
-    """
-    if name not in TRACES:
-        raise ConfigError(f"trace must be one of {', '.join(TRACES)}, got {name!r}", param="trace")
-    if num_requests < 1:
-        raise ConfigError(f"num_requests must be at least 1, got {num_requests}", param="num_requests")
-    if not rate > 0:
-        raise ConfigError(f"rate must be positive (requests a second) or inf, got {rate}", param="rate")
-    random = np.random.default_rng(seed)
-    workload = WORKLOADS.get(name)
-    times = arrivals(num_requests, rate=rate, gap_cv=1.0 if workload is None else workload.gap_cv, random=random)
-    if workload is None:
-        lengths = uniform_lengths(num_requests, seed)
-    else:
-        prompts, outputs = workload.prompt.draw(num_requests, random), workload.output.draw(num_requests, random)
-        lengths = list(zip(prompts, outputs, strict=True))
-    return [TraceRequest(time, *pair) for time, pair in zip(times, lengths, strict=True)]
+def uniform_trace(
+    num_requests: int, *, rate: float, gap_cv: float | None, seed: int, random: np.random.Generator
+) -> list[TraceRequest]:
+    """Lengths of :func:`uniform_lengths`; Poisson arrivals unless ``gap_cv`` says otherwise."""
+    times = arrivals(num_requests, rate=rate, gap_cv=1.0 if gap_cv is None else gap_cv, random=random)
+    return [TraceRequest(time, *pair) for time, pair in zip(times, uniform_lengths(num_requests, seed), strict=True)]
+
+
+def closed_loop(trace: list[TraceRequest], num_users: int, *, think_s: float = 0.0) -> list[TraceRequest]:
+    """The same requests from ``num_users``, each of whom sends the next one ``think_s`` after the last was answered."""
+    return [
+        request._replace(arrival_s=0.0)
+        if number < num_users
+        else request._replace(arrival_s=think_s, after=number - num_users)
+        for number, request in enumerate(trace)
+    ]
 
 
 def uniform_lengths(num_requests: int, seed: int = 42) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcb.errors import ConfigError
-from jaxcb.sim import LinearStepTime, Simulation, TraceRequest, simulate
+from jaxcb.sim import LinearStepTime, TraceRequest, one_engine, simulate
 from tests.sim.runs import MS, limits
 
 
@@ -90,7 +90,7 @@ request = st.tuples(st.floats(0.0, 0.02), st.integers(1, 40), st.integers(1, 24)
     caching=st.booleans(),
 )
 def test_tokens_come_out_as_asked_for_and_in_order(trace, run_ahead, num_seqs, budget, spare_pages, caching):
-    simulation = Simulation(
+    simulation = one_engine(
         limits(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=budget,
@@ -133,3 +133,29 @@ def test_a_context_that_the_pages_cannot_hold_is_refused():
 def test_an_empty_trace_has_an_empty_result():
     summary = simulate(limits(), [], MS).summary()
     assert summary["num_steps"] == 0 and summary["output_tokens_per_s"] == 0.0 and summary["itl_s"] is None
+
+
+def test_a_target_for_the_time_between_tokens_is_held_by_what_the_scheduler_learns_of_the_steps():
+    # 2 ms and 0.1 ms a token: beside 8 decodes a step of 10 ms has room for 72 prompt tokens.
+    step_time = LinearStepTime(fixed_ms=2.0, per_token_ms=0.1)
+    roomy = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "max_model_len": 2048, "num_kv_pages": 8192}
+    trace = [TraceRequest(0.0, 10, 600)] * 8 + [TraceRequest(0.3 + 0.15 * i, 1000, 5) for i in range(12)]
+    worst_ms = {
+        target: simulate(limits(**roomy, itl_target_ms=target), trace, step_time, run_ahead=False).itl.p99 * 1e3
+        for target in (None, 10.0)
+    }
+    assert worst_ms[None] == pytest.approx(2 + 0.1 * 1008, rel=0.02)
+    assert worst_ms[10.0] <= 10.5
+
+
+def test_swapping_costs_the_pages_on_the_link():
+    # Both need 15 pages in the end and the pool has 16: one gives way. Its pages go out and come back, 0.5 ms each.
+    settings = {"num_kv_pages": 16, "enable_prefix_caching": False, "admission_watermark": 0.0}
+    trace = [TraceRequest(0.0, 15, 45)] * 2
+    swapping = limits(**settings, preemption="swap", num_host_pages=64, host_page_s=0.5e-3)
+    swapped = simulate(swapping, trace, MS, run_ahead=False)
+    recomputed = simulate(limits(**settings, preemption="recompute"), trace, MS, run_ahead=False)
+    assert swapped.num_preemptions == recomputed.num_preemptions == 1
+    assert swapped.num_step_tokens == 2 * (15 + 44) < recomputed.num_step_tokens
+    moved_s = swapped.busy_s - swapped.num_steps * 1e-3
+    assert moved_s > 0 and round(moved_s / 0.5e-3, 6) == int(moved_s / 0.5e-3 + 0.5)

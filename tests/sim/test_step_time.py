@@ -3,11 +3,7 @@ import dataclasses
 import pytest
 
 from jaxcb.models.spec import ModelSpec
-from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler import Scheduler
 from jaxcb.sim import GPUS, MODELS, LinearStepTime, StepLoad, StepTimeModel
-from jaxcb.sim.step_time import load_of
-from tests.sim.runs import limits
 
 # 16 GB at 4 TB/s are 4 ms; 16 GFLOP a token at 400 TFLOP/s are 0.04 ms: 100 tokens take as long as the weights.
 MODEL = StepTimeModel(
@@ -18,6 +14,8 @@ MODEL = StepTimeModel(
     bandwidth=4e12,
     flops=400e12,
     overhead_s=0.5e-3,
+    kv_bandwidth=4e12,
+    attention_flops=400e12,
 )
 
 
@@ -36,20 +34,12 @@ def test_a_step_reads_or_computes_the_weights_and_attends(load, expected_ms):
     assert MODEL.step_s(load) * 1e3 == pytest.approx(expected_ms, rel=1e-12)
 
 
+def test_the_knee_is_where_computing_takes_as_long_as_reading_the_weights():
+    assert MODEL.knee_tokens == pytest.approx(100)
+
+
 def test_the_linear_model_is_a_constant_and_a_slope():
     assert LinearStepTime().step_s(StepLoad(1000, 10**6, 10**9)) == pytest.approx(27.2e-3, rel=1e-12)
-
-
-def test_the_load_of_a_step_counts_the_kv_once_a_row_and_the_pairs_under_the_causal_mask():
-    scheduler = Scheduler(limits(max_num_batched_tokens=4))
-    scheduler.add(Request(request_id="a", prompt_token_ids=[1] * 4, sampling=SamplingParams(ignore_eos=True)))
-    scheduler.commit(plan := scheduler.plan(), [0])
-    assert load_of(plan) == StepLoad(num_tokens=4, kv_tokens=4, num_pairs=1 + 2 + 3 + 4)
-    scheduler.add(Request(request_id="b", prompt_token_ids=[2] * 6, sampling=SamplingParams(ignore_eos=True)))
-    scheduler.commit(plan := scheduler.plan(), [0, 0])
-    assert load_of(plan) == StepLoad(num_tokens=4, kv_tokens=5 + 3, num_pairs=5 + (1 + 2 + 3))
-    plan = scheduler.plan()
-    assert load_of(plan) == StepLoad(num_tokens=4, kv_tokens=6 + 6, num_pairs=6 + (4 + 5 + 6))
 
 
 def test_a_model_on_a_gpu_by_hand():

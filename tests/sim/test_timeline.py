@@ -1,11 +1,11 @@
-from jaxcb.sim import Simulation, TraceRequest
+from jaxcb.sim import TraceRequest, one_engine
 from jaxcb.sim.timeline import Timeline
 from tests.sim.runs import MS, limits
 
 
 def draw(trace, max_steps=50, **changes):
     timeline = Timeline(max_steps)
-    simulation = Simulation(limits(**changes), trace, MS, run_ahead=False, on_plan=timeline.add)
+    simulation = one_engine(limits(**changes), trace, MS, run_ahead=False, on_plan=timeline.add)
     while simulation.step():
         pass
     return timeline.text(simulation.result().requests).splitlines()

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxcb.errors import ConfigError
-from jaxcb.sim.trace import TRACES, WORKLOADS, Lcg, arrivals, make_trace, uniform_lengths
+from jaxcb.sim.trace import WORKLOADS, Lcg, arrivals, uniform_lengths
+from jaxcb.sim.traces import TRACES, make_trace
 
 
 def test_the_lcg_gives_the_numbers_of_its_recurrence():

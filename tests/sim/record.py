@@ -1,0 +1,93 @@
+"""Records the step logs that the simulator is held against: ``python -m tests.sim.record FOLDER``.
+
+Runs the built-in model on this machine, so it needs the model and some minutes; the tests read what it wrote.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxcb.config import EngineConfig
+from jaxcb.engine.core import EngineCore
+from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
+from jaxcb.engine.step_log import StepLog
+from jaxcb.models import ModelSpec
+from jaxcb.models.decoder import Params
+from jaxcb.request import Request, SamplingParams
+from jaxcb.scheduler import Scheduler, SchedulerLimits
+from jaxcb.step.compile_cache import enable_compilation_cache
+from jaxcb.step.runner import Runner
+from jaxcb.weights import load
+from jaxcb.weights.cache import cache_dir
+
+Lengths = list[tuple[int, int]]
+
+
+def _drawn(seed: int, count: int) -> Lengths:
+    random = np.random.default_rng(seed)
+    prompts, answers = random.integers(10, 400, count), random.integers(5, 120, count)
+    return list(zip(prompts.tolist(), answers.tolist(), strict=True))
+
+
+REQUESTS = {"a": _drawn(5, 24), "b": _drawn(6, 32)}
+"""Tokens of prompt and answer; all requests are there at the start."""
+CONFIG = EngineConfig(
+    max_model_len=1024,
+    max_num_seqs=32,
+    max_num_batched_tokens=512,
+    num_kv_pages=2048,
+    enable_prefix_caching=False,
+    decode_buckets=(4, 16),
+    mixed_buckets=(128,),
+)
+LIMITS = SchedulerLimits(
+    max_num_seqs=32,
+    max_num_batched_tokens=512,
+    max_model_len=1024,
+    num_kv_pages=2048,
+    page_size=16,
+    num_slots=64,
+    enable_prefix_caching=False,
+)
+
+
+class Machine:
+    """A compiled runner, whose steps can be recorded."""
+
+    def __init__(self, spec: ModelSpec, params: Params, config: EngineConfig):
+        weights = params["embed"]["embedding"].dtype
+        self.spec, self.itemsize = spec, weights.itemsize
+        self.config = resolve_config(config, spec, weights)
+        self.runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
+        self.runner.compile(progress=False)
+
+    def record(self, lengths: Lengths, file: Path) -> None:
+        """Run requests of such lengths, all there at the start, to their end."""
+        log = StepLog(file, self.spec, self.runner.buckets, self.itemsize)
+        scheduler = Scheduler(limits_of(self.config, self.spec))
+        core = EngineCore(scheduler, self.runner, run_ahead=self.config.run_ahead, step_log=log)
+        for number, (num_prompt, num_answer) in enumerate(lengths):
+            prompt = [10 + (7 * number + i) % (self.spec.vocab_size - 20) for i in range(num_prompt)]
+            sampling = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True)
+            core.add(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
+        while core.has_work:
+            core.step()
+        log.close()
+
+
+def main(folder: Path) -> None:
+    """Write a recording of each list of requests."""
+    model = load(CONFIG)
+    enable_compilation_cache(cache_dir() / "xla")
+    machine = Machine(model.spec, model.params, CONFIG)
+    machine.record(REQUESTS["a"][:4], folder / "warm-up.jsonl")
+    (folder / "warm-up.jsonl").unlink()
+    for name, lengths in REQUESTS.items():
+        machine.record(lengths, folder / f"smollm2-{name}.jsonl")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
