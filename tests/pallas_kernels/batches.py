@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -135,9 +135,9 @@ _ATTEND = {
     (backend, traced_layer): jax.jit(
         attend,
         static_argnames=_STATIC if traced_layer else (*_STATIC, "layer"),
-        compiler_options=None if backend == "xla" else _FAST_TO_COMPILE,
+        compiler_options=_FAST_TO_COMPILE if backend == "triton" else None,
     )
-    for backend in ("xla", "triton")
+    for backend in get_args(Backend)
     for traced_layer in (False, True)
 }
 
