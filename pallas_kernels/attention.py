@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import native
-from pallas_kernels.checks import require, require_array, require_kv_pages
+from pallas_kernels.checks import require, require_array, require_backend
 from pallas_kernels.metadata import AttentionMetadata, Backend, default_backend
+from pallas_kernels.mosaic import ragged as mosaic
+from pallas_kernels.pages import PLAIN_DTYPES, KVPages, require_kv_pages, values_of
 from pallas_kernels.triton import ragged as triton
-from pallas_kernels.triton.tiles import QueryTiles
 from pallas_kernels.xla import ragged as xla
 from pallas_kernels.xla.work import WorkLists
-
-_BACKEND_OF = {WorkLists: "xla", QueryTiles: "triton", native.Tables: "native"}
 
 
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
-    kv_pages: Shaped[Array, "F page_size K D"],
+    kv_pages: KVPages,
     metadata: AttentionMetadata,
     *,
     layer: int | Int32[Array, ""],
@@ -26,8 +27,9 @@ def ragged_paged_attention(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
     backend: Backend | None = None,
-    interpret: bool = False,
+    interpret: bool | Any = False,
 ) -> Float[Array, "T H D"]:
     """Attend from every token of a ragged batch to the positions of its sequence up to its own.
 
@@ -35,15 +37,17 @@ def ragged_paged_attention(
         q: query heads, rotated; row order as in ``metadata.query_starts``.
         kv_pages: the pool [N, L, 2, page_size, K, D] seen flat, F = N*L*2. The keys of page p in layer l are flat page
             ``p*2*L + 2*l``, the values the one after it. They hold this step's keys and values already. dtype uint16
-            is the bits of bfloat16 (xla and native).
+            is the bits of bfloat16 (xla and native); :class:`QuantizedPages` are scaled as they are read.
         metadata: :func:`attention_metadata` of this step, built with the same window and backend.
         layer: l.
         num_layers: L.
         scale: factor of the scores; None: ``D ** -0.5``.
         window: positions that a query looks back on, itself included; None: all.
         soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None: they stay.
+        sinks: a score of each head that takes its share of the weights and adds no value (Xiao et al. 2023, section
+            3.3, as gpt-oss trains them); None: none.
         backend: None chooses by platform.
-        interpret: run the triton kernel in Pallas's interpreter, on any platform.
+        interpret: run the GPU kernels in Pallas's interpreter, on any platform; for mosaic also InterpretGPUParams.
 
     Returns:
         Attention in q's dtype (products and softmax accumulate in float32); 0 for padding tokens.
@@ -52,46 +56,46 @@ def ragged_paged_attention(
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
     backend = backend or default_backend()
+    require_backend(backend)
     require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend)
-    _, page_size, num_kv_heads, head_dim = kv_pages.shape
-    require_array(q, "q", (metadata.num_tokens, None, head_dim), dtypes=("float32", "bfloat16", "float16"))
+    _, page_size, num_kv_heads, head_dim = values_of(kv_pages).shape
+    require_array(q, "q", (metadata.num_tokens, None, head_dim), dtypes=PLAIN_DTYPES)
     require(q.shape[1] % num_kv_heads == 0, "q", f"of a multiple of {num_kv_heads} heads", f"{q.shape[1]} heads")
-    built_for = _BACKEND_OF[type(metadata.work)]
-    require(built_for == backend, "metadata", f"built for backend {backend}", f"one for {built_for}")
+    if sinks is not None:
+        require_array(sinks, "sinks", (q.shape[1],), dtypes=PLAIN_DTYPES)
+        sinks = sinks.astype(jnp.float32)
+    require(metadata.backend == backend, "metadata", f"built for backend {backend}", f"one for {metadata.backend}")
     require(metadata.page_size == page_size, "metadata", f"built for pages of {page_size}", metadata.page_size)
     require(metadata.window == window, "metadata", f"built for window {window}", f"one for {metadata.window}")
-    scale = head_dim**-0.5 if scale is None else scale
+    options: dict[str, Any] = {
+        "layer": layer,
+        "num_layers": num_layers,
+        "scale": head_dim**-0.5 if scale is None else scale,
+        "window": window,
+        "soft_cap": soft_cap,
+    }
     if isinstance(metadata.work, native.Tables):
         require(native.loaded() is not None, "backend", "loaded first, by pallas_kernels.native.load", "native")
-        return native.attention(
-            q.astype(jnp.float32),
-            kv_pages,
-            metadata.work,
-            layer=layer,
-            num_layers=num_layers,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-        ).astype(q.dtype)
+        attended = native.attention(q.astype(jnp.float32), values_of(kv_pages), metadata.work, sinks=sinks, **options)
+        return attended.astype(q.dtype)
     if isinstance(metadata.work, WorkLists):
-        return xla.ragged_paged_attention(
-            q,
-            kv_pages,
-            metadata.work,
-            layer=layer,
-            num_layers=num_layers,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-        )
-    return triton.ragged_paged_attention(
-        q,
-        kv_pages,
-        metadata.work,
-        layer=layer,
-        num_layers=num_layers,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        interpret=interpret,
-    )
+        return xla.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, **options)
+    if backend == "mosaic":
+        mosaic.require_supported(q, kv_pages, sinks)
+        return mosaic.ragged_paged_attention(q, kv_pages, metadata.work, interpret=interpret, **options)
+    return triton.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, interpret=interpret, **options)
+
+
+def decode_attention(
+    q: Float[Array, "S H D"], kv_pages: KVPages, metadata: AttentionMetadata, **options: Any
+) -> Float[Array, "S H D"]:
+    """:func:`ragged_paged_attention` of a step of decodes alone: one query a sequence, S of them.
+
+    Each context is cut into splits that run side by side, as many as its own length asks for. ``options`` are those of
+    :func:`ragged_paged_attention`.
+
+    Raises:
+        ValueError: the metadata was not built with ``decode_only=True``, or an argument can't be.
+    """
+    require(metadata.decode_only, "metadata", "built with decode_only=True", "one for chunks too")
+    return ragged_paged_attention(q, kv_pages, metadata, **options)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Shaped
 
-KV_DTYPES = {
-    "xla": ("float32", "bfloat16", "float16", "uint16"),
-    "triton": ("float32", "bfloat16", "float16"),
-    "native": ("float32", "bfloat16", "float16", "uint16"),
-}
-"""Page dtypes that a backend takes. uint16 holds the bits of bfloat16: XLA's CPU scatter into bfloat16 converts the
-whole array to float32 and back, into uint16 it writes the rows alone."""
+BACKENDS = ("xla", "triton", "mosaic", "native")
 
 
 def require(condition: bool, argument: str, expected: str, given: object) -> None:
@@ -38,19 +31,6 @@ def require_page_size(page_size: int) -> None:
     require(page_size in (8, 16, 32, 64, 128), "page_size", "8, 16, 32, 64 or 128", page_size)
 
 
-def require_kv_pages(
-    kv_pages: Shaped[Array, "F page_size K D"], *, layer: int | Int32[Array, ""], num_layers: int, backend: str
-) -> None:
-    """Raise ValueError unless ``kv_pages`` is the flat view [N*L*2, page_size, K, D] of a pool of ``num_layers``."""
-    require(backend in KV_DTYPES, "backend", f"None or one of {', '.join(KV_DTYPES)}", repr(backend))
-    require_array(kv_pages, "kv_pages", (None, None, None, None), dtypes=KV_DTYPES[backend])
-    require_page_size(kv_pages.shape[1])
-    require(num_layers >= 1, "num_layers", "at least 1", num_layers)
-    require(
-        kv_pages.shape[0] % (2 * num_layers) == 0,
-        "kv_pages",
-        f"of a multiple of 2 * num_layers = {2 * num_layers} flat pages",
-        f"{kv_pages.shape[0]} flat pages",
-    )
-    if not isinstance(layer, jax.Array):
-        require(0 <= layer < num_layers, "layer", f"in [0, {num_layers})", layer)
+def require_backend(backend: str, supported: tuple[str, ...] = BACKENDS) -> None:
+    """Raise ValueError unless ``backend`` is one of the supported ones."""
+    require(backend in supported, "backend", f"None or one of {', '.join(supported)}", repr(backend))

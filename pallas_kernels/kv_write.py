@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels.checks import require_array, require_kv_pages
+from pallas_kernels.checks import require_array, require_backend
 from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.pages import (
+    PLAIN_DTYPES,
+    QuantizedPages,
+    quantize_rows,
+    require_kv_pages,
+    stored_dtype,
+    to_bits,
+    values_of,
+)
+
+Pages = TypeVar("Pages", Array, QuantizedPages)
 
 
 def write_kv(
-    kv_pages: Shaped[Array, "F page_size K D"],
+    kv_pages: Pages,
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     pages: Int32[Array, " T"],
@@ -20,13 +32,15 @@ def write_kv(
     layer: int | Int32[Array, ""],
     num_layers: int,
     backend: Backend | None = None,
-) -> Shaped[Array, "F page_size K D"]:
+) -> Pages:
     """Put row t of k and v at position ``offsets[t]`` of page ``pages[t]``, in place if ``kv_pages`` is donated.
 
-    One scatter writes both: it is the same XLA operation on every backend, and none of them copies the pool.
+    One scatter writes both (and one their scales, into quantised pages): it is the same XLA operation on every backend,
+    and none of them copies the pool.
 
     Arguments:
         kv_pages: the pool [N, L, 2, page_size, K, D] seen flat, F = N*L*2. dtype uint16 stores the bits of bfloat16.
+            Into :class:`QuantizedPages` rows are written with the scale of each token and head.
         k: keys, rotated.
         v: values.
         pages: page number of each token. Padding tokens go to page 0, which nobody reads.
@@ -41,14 +55,29 @@ def write_kv(
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
-    require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend or default_backend())
-    require_array(k, "k", (None, *kv_pages.shape[2:]), dtypes=("float32", "bfloat16", "float16"))
-    require_array(v, "v", k.shape, dtypes=("float32", "bfloat16", "float16"))
+    backend = backend or default_backend()
+    require_backend(backend)
+    require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend)
+    values: Array = values_of(kv_pages)
+    require_array(k, "k", (None, *values.shape[2:]), dtypes=PLAIN_DTYPES)
+    require_array(v, "v", k.shape, dtypes=PLAIN_DTYPES)
     require_array(pages, "pages", k.shape[:1], dtypes=("int32",))
     require_array(offsets, "offsets", k.shape[:1], dtypes=("int32",))
     rows = jnp.stack([k, v], 1)
-    if kv_pages.dtype == jnp.uint16:
-        rows = lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
     keys = pages * (2 * num_layers) + 2 * layer
     flat_pages = jnp.stack([keys, keys + 1], 1)
-    return kv_pages.at[flat_pages, offsets[:, None]].set(rows.astype(kv_pages.dtype), mode="drop")
+    if not isinstance(kv_pages, QuantizedPages):
+        return _put(values, flat_pages, offsets, rows.astype(stored_dtype(kv_pages)))
+    rows, scales = quantize_rows(rows, stored_dtype(kv_pages))
+    heads = jnp.arange(values.shape[2], dtype=jnp.int32)
+    at_scales = kv_pages.scales.at[flat_pages[..., None], heads, offsets[:, None, None]]
+    return QuantizedPages(_put(values, flat_pages, offsets, rows), at_scales.set(scales, mode="drop"))
+
+
+def _put(
+    values: Shaped[Array, "F page_size K D"],
+    flat_pages: Int32[Array, "T 2"],
+    offsets: Int32[Array, " T"],
+    rows: Shaped[Array, "T 2 K D"],
+) -> Shaped[Array, "F page_size K D"]:
+    return values.at[flat_pages, offsets[:, None]].set(to_bits(rows, values.dtype), mode="drop")

@@ -12,12 +12,14 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Int32
 
-from pallas_kernels.checks import KV_DTYPES, require, require_array, require_page_size
+from pallas_kernels.checks import require, require_array, require_backend, require_page_size
+from pallas_kernels.mosaic import MOSAIC_ROWS
 from pallas_kernels.native.ops import Tables
-from pallas_kernels.triton.tiles import QueryTiles, query_tiles
+from pallas_kernels.triton.targets import TARGETS, default_target, device_capability
+from pallas_kernels.triton.work import TritonWork, triton_work
 from pallas_kernels.xla.work import WorkLists, work_lists
 
-Backend = Literal["xla", "triton", "native"]
+Backend = Literal["xla", "triton", "mosaic", "native"]
 
 
 @jax.tree_util.register_dataclass
@@ -26,22 +28,26 @@ class AttentionMetadata:
     """One step's ragged batch, cut into the work of a backend.
 
     Arguments:
-        work: WorkLists for xla, QueryTiles for triton, Tables for native.
+        work: WorkLists for xla, TritonWork for triton and mosaic, Tables for native.
         num_tokens: T.
         page_size: positions in a page.
         window: positions that a query looks back on, itself included; None: all. The work lists skip what lies before
             the window, so layers that differ in it need one metadata each.
+        decode_only: token i belongs to sequence i and there are no others.
+        backend: whose work it is.
     """
 
-    work: WorkLists | QueryTiles | Tables
+    work: WorkLists | TritonWork | Tables
     num_tokens: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
+    decode_only: bool = dataclasses.field(metadata={"static": True})
+    backend: Backend = dataclasses.field(metadata={"static": True})
 
 
-def default_backend() -> Backend:
-    """The backend for the platform that jax runs on: triton on GPUs, xla elsewhere."""
-    return "triton" if jax.default_backend() == "gpu" else "xla"
+def default_backend() -> Literal["xla", "triton"]:
+    """The backend for the platform that jax runs on: triton on NVIDIA GPUs from Ampere on, xla elsewhere."""
+    return "triton" if jax.default_backend() == "gpu" and device_capability() >= (8, 0) else "xla"
 
 
 def attention_metadata(
@@ -57,6 +63,7 @@ def attention_metadata(
     window: int | None = None,
     decode_only: bool = False,
     backend: Backend | None = None,
+    target: str | None = None,
 ) -> AttentionMetadata:
     """Describe one step's batch for :func:`pallas_kernels.ragged_paged_attention`. Call it once a step, inside jit.
 
@@ -73,12 +80,13 @@ def attention_metadata(
         window: positions that a query looks back on, itself included; None: all.
         decode_only: the step holds decodes alone: T == S and token i belongs to sequence i.
         backend: None chooses by platform.
+        target: the GPU that tiles are chosen for (h200, h100, a100, l4); None: the one that jax runs on.
 
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
     backend = backend or default_backend()
-    require(backend in KV_DTYPES, "backend", f"None or one of {', '.join(KV_DTYPES)}", repr(backend))
+    require_backend(backend)
     require_array(block_tables, "block_tables", (None, None), dtypes=("int32",))
     num_seqs = block_tables.shape[0]
     require_array(context_lens, "context_lens", (num_seqs,), dtypes=("int32",))
@@ -88,10 +96,14 @@ def attention_metadata(
     require(window is None or window >= 1, "window", "None or at least 1", window)
     require(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads)
     require(num_heads % num_kv_heads == 0, "num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads)
+    if backend == "mosaic":
+        group = num_heads // num_kv_heads
+        require(group <= MOSAIC_ROWS, "num_heads", f"at most {MOSAIC_ROWS} a KV head for backend mosaic", num_heads)
     require(head_dim >= 1, "head_dim", "at least 1", head_dim)
+    require(target is None or target in TARGETS, "target", f"None or one of {', '.join(TARGETS)}", repr(target))
     if decode_only:
         require(num_tokens == num_seqs, "num_tokens", f"the number of sequences ({num_seqs}) of decodes", num_tokens)
-    work: WorkLists | QueryTiles | Tables
+    work: WorkLists | TritonWork | Tables
     if backend == "xla":
         work = work_lists(
             query_starts,
@@ -105,13 +117,24 @@ def attention_metadata(
     elif backend == "native":
         work = Tables(query_starts, context_lens, block_tables)
     else:
-        work = query_tiles(
+        work = triton_work(
             query_starts,
             context_lens,
             block_tables,
             num_tokens=num_tokens,
-            group=num_heads // num_kv_heads,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            window=window,
             decode_only=decode_only,
+            rows=MOSAIC_ROWS if backend == "mosaic" else None,
+            target=default_target() if target is None else TARGETS[target],
         )
-    return AttentionMetadata(work=work, num_tokens=num_tokens, page_size=page_size, window=window)
+    return AttentionMetadata(
+        work=work,
+        num_tokens=num_tokens,
+        page_size=page_size,
+        window=window,
+        decode_only=decode_only,
+        backend=backend,
+    )

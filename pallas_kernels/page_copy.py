@@ -6,14 +6,14 @@ pytree of arrays whose first axis counts pages (quantised pages are two arrays).
 
 from __future__ import annotations
 
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from pallas_kernels.checks import require, require_array
+from pallas_kernels.checks import require, require_array, require_backend
 from pallas_kernels.metadata import Backend, default_backend
 from pallas_kernels.triton import page_copy as triton
 
@@ -48,11 +48,11 @@ def copy_pages(
         ValueError: a shape or dtype can't be; the message names the argument.
     """
     backend = backend or default_backend()
-    require(backend in get_args(Backend), "backend", f"None or one of {', '.join(get_args(Backend))}", repr(backend))
+    require_backend(backend)
     _require_pages(kv)
     require_array(sources, "sources", (None,), dtypes=("int32",))
     require_array(destinations, "destinations", sources.shape, dtypes=("int32",))
-    if backend == "triton":
+    if backend in ("triton", "mosaic"):
         return jax.tree.map(lambda pool: triton.copy_pages(pool, sources, destinations, interpret=interpret), kv)
     return scatter_pages(kv, destinations, gather_pages(kv, sources))
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int32, Shaped
 
+from pallas_kernels.pages import QuantizedPages
+
+Pages = Any
+"""[F, page_size, K, D] of numpy, or QuantizedPages of numpy arrays."""
+
 
 def ragged_paged_attention(
     q: Shaped[np.ndarray, "T H D"],
-    kv_pages: Shaped[np.ndarray, "N*L*2 page_size K D"],
+    kv_pages: Pages,
     query_starts: Int32[np.ndarray, "S+1"],
     context_lens: Int32[np.ndarray, " S"],
     block_tables: Int32[np.ndarray, "S P"],
@@ -19,6 +26,7 @@ def ragged_paged_attention(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Shaped[np.ndarray, " H"] | None = None,
 ) -> Float[np.ndarray, "T H D"]:
     """:func:`pallas_kernels.ragged_paged_attention` without its metadata. Returns float64; padding tokens are 0."""
     q = np.asarray(q).astype(np.float64)
@@ -39,13 +47,16 @@ def ragged_paged_attention(
                 scores = keys[seen, head // group] @ q[token, head] * scale
                 if soft_cap is not None:
                     scores = soft_cap * np.tanh(scores / soft_cap)
-                weights = np.exp(scores - scores.max())
-                out[token, head] = weights @ values[seen, head // group] / weights.sum()
+                sink = -np.inf if sinks is None else float(sinks[head])
+                peak = max(scores.max(), sink)
+                weights = np.exp(scores - peak)
+                total = weights.sum() + np.exp(sink - peak)
+                out[token, head] = weights @ values[seen, head // group] / total
     return out
 
 
 def write_kv(
-    kv_pages: Shaped[np.ndarray, "N*L*2 page_size K D"],
+    kv_pages: Pages,
     k: Shaped[np.ndarray, "T K D"],
     v: Shaped[np.ndarray, "T K D"],
     pages: Int32[np.ndarray, " T"],
@@ -53,17 +64,20 @@ def write_kv(
     *,
     layer: int,
     num_layers: int,
-) -> Shaped[np.ndarray, "N*L*2 page_size K D"]:
+) -> Pages:
     """:func:`pallas_kernels.write_kv`, token after token, in a copy of the pages."""
-    out = np.array(kv_pages)
+    values: Any
+    scales: Any
+    quantized = isinstance(kv_pages, QuantizedPages)
+    values, scales = (np.array(x) for x in kv_pages) if quantized else (np.array(kv_pages), None)
     for token, (page, offset) in enumerate(zip(np.asarray(pages), np.asarray(offsets), strict=True)):
         first = page * 2 * num_layers + 2 * layer
         for flat_page, row in ((first, k[token]), (first + 1, v[token])):
-            if out.dtype == np.uint16:
-                out[flat_page, offset] = np.asarray(row).astype(ml_dtypes.bfloat16).view(np.uint16)
-            else:
-                out[flat_page, offset] = row
-    return out
+            row = np.asarray(row, np.float32)
+            if scales is not None:
+                row, scales[flat_page, :, offset] = _quantized(row, values.dtype)
+            values[flat_page, offset] = row.astype(_stored(values.dtype)).view(values.dtype)
+    return values if scales is None else QuantizedPages(values, scales)
 
 
 def copy_pages(
@@ -76,7 +90,62 @@ def copy_pages(
     return out
 
 
-def _values(pages: Shaped[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """Pages as float64; uint16 holds the bits of bfloat16."""
-    pages = np.asarray(pages)
-    return (pages.view(ml_dtypes.bfloat16) if pages.dtype == np.uint16 else pages).astype(np.float64)
+def rms_norm(x: Shaped[np.ndarray, "T E"], scale: Shaped[np.ndarray, " E"], *, eps: float) -> Float[np.ndarray, "T E"]:
+    """:func:`pallas_kernels.rms_norm` in float64."""
+    x = np.asarray(x).astype(np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * np.asarray(scale).astype(np.float64)
+
+
+def silu_mul(gate_up: Shaped[np.ndarray, "T 2F"]) -> Float[np.ndarray, "T F"]:
+    """:func:`pallas_kernels.silu_mul` in float64."""
+    gate, up = np.split(np.asarray(gate_up).astype(np.float64), 2, -1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def rope_and_write_kv(
+    kv_pages: Shaped[np.ndarray, "F page_size K D"],
+    qkv: Shaped[np.ndarray, "T heads D"],
+    cos: Float[np.ndarray, "T D/2"],
+    sin: Float[np.ndarray, "T D/2"],
+    pages: Int32[np.ndarray, " T"],
+    offsets: Int32[np.ndarray, " T"],
+    *,
+    layer: int,
+    num_layers: int,
+) -> tuple[Float[np.ndarray, "T H D"], Float[np.ndarray, "F page_size K D"]]:
+    """:func:`pallas_kernels.rope_and_write_kv` in float64, in a copy of the pages."""
+    num_kv_heads = kv_pages.shape[2]
+    heads = np.asarray(qkv).astype(np.float64)
+    rotation = (cos + 1j * sin).astype(np.complex128)[:, None]
+    pairs = (heads[..., : heads.shape[-1] // 2] + 1j * heads[..., heads.shape[-1] // 2 :]) * rotation
+    rotated = np.concatenate([pairs.real, pairs.imag], -1)
+    q, k, v = rotated[:, : -2 * num_kv_heads], rotated[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
+    out = np.asarray(kv_pages).astype(np.float64)
+    first = pages * 2 * num_layers + 2 * layer
+    out[first, offsets], out[first + 1, offsets] = k, v
+    return q, out
+
+
+def _quantized(
+    row: Float[np.ndarray, "K D"], dtype: np.dtype
+) -> tuple[Float[np.ndarray, "K D"], Float[np.ndarray, " K"]]:
+    """A row scaled head by head, so that its largest number becomes that of the dtype, and the scales."""
+    largest = np.abs(row).max(-1)
+    limit = np.float32(127 if dtype == np.int8 else 448)
+    scales = np.where(largest == 0, np.float32(1), largest / limit)
+    scaled = row / scales[:, None]
+    return np.rint(scaled) if dtype == np.int8 else scaled, scales
+
+
+def _stored(dtype: np.dtype) -> np.dtype:
+    """What the bits of pages of this dtype mean."""
+    meanings = {"uint16": ml_dtypes.bfloat16, "uint8": ml_dtypes.float8_e4m3fn}
+    return np.dtype(meanings.get(dtype.name, dtype))
+
+
+def _values(kv_pages: Pages) -> Float[np.ndarray, "F page_size K D"]:
+    """Pages as float64, scaled if they are quantised."""
+    values, scales = kv_pages if isinstance(kv_pages, QuantizedPages) else (kv_pages, None)
+    values = np.asarray(values)
+    values = values.view(_stored(values.dtype)).astype(np.float64)
+    return values if scales is None else values * np.asarray(scales, np.float64).swapaxes(1, 2)[..., None]

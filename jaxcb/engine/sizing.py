@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from jaxcb import native
-from jaxcb.config import EngineConfig
+from jaxcb.config import Backend, EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
 from jaxcb.scheduler import Scheduler, SchedulerLimits
@@ -27,7 +27,6 @@ from jaxcb.sizing import (
 )
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
-from pallas_kernels.metadata import Backend
 
 T = TypeVar("T")
 CPU_KV_BYTES = 2**30

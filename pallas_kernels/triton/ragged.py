@@ -1,161 +1,162 @@
-"""Ragged paged attention as one Pallas kernel: a program for each query tile and KV head.
+"""The triton backend's ragged paged attention: prompt chunks in query tiles, single tokens by split KV.
 
 Rows of a tile are token x group: all query heads that share a KV head, of neighbouring tokens, meet the same keys in
-one product. Softmax runs online over blocks of positions, in powers of two (GPUs have no instruction for e^x).
+one product.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.triton.tiles import QueryTiles
-
-MASKED = -1e30
-"""Score of a position that a query may not see. Finite: a row with nothing to see has no NaN."""
-LOG2_E = math.log2(math.e)
+from pallas_kernels.pages import KVPages, QuantizedPages, values_of
+from pallas_kernels.triton.attend import Geometry, KVRefs, attend, finish, geometry, start
+from pallas_kernels.triton.decode import attend_decodes
+from pallas_kernels.triton.tiles import TileShape, block_of
+from pallas_kernels.triton.work import QueryTiles, TritonWork
 
 
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
-    kv_pages: Shaped[Array, "F page_size K D"],
-    tiles: QueryTiles,
+    kv_pages: KVPages,
+    work: TritonWork,
     *,
     layer: int | Int32[Array, ""],
     num_layers: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " H"] | None,
     interpret: bool,
 ) -> Float[Array, "T H D"]:
-    """:func:`pallas_kernels.ragged_paged_attention`, arguments already checked."""
-    _, page_size, num_kv_heads, head_dim = kv_pages.shape
-    kernel = functools.partial(
-        _kernel,
-        group=q.shape[1] // num_kv_heads,
-        rows=tiles.shape.rows,
-        block=tiles.shape.block if kv_pages.dtype.itemsize == 2 else tiles.shape.float32_block,
-        page_size=page_size,
-        head_dim=head_dim,
-        num_layers=num_layers,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        precision=lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-    )
+    """:func:`pallas_kernels.ragged_paged_attention`, arguments already checked.
+
+    Chunks first: their kernel leaves the rows of decodes as they are, and the second one finds its queries there.
+    """
+    options: dict[str, Any] = {
+        "layer": layer,
+        "num_layers": num_layers,
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "interpret": interpret,
+    }
+    if work.tiles is not None:
+        q = attend_chunks(q, kv_pages, work, work.tiles, **options)
+    return attend_single_tokens(q, kv_pages, work, **options)
+
+
+def attend_chunks(
+    q: Float[Array, "T H D"],
+    kv_pages: KVPages,
+    work: TritonWork,
+    tiles: QueryTiles,
+    *,
+    sinks: Float[Array, " H"] | None,
+    interpret: bool,
+    **options: Any,
+) -> Float[Array, "T H D"]:
+    """q with the rows of chunks replaced by their attention, and those of padding by 0."""
+    kv, shape = _prepare(q, kv_pages, work, work.tile, interpret=interpret, **options)
     return pl.pallas_call(
-        kernel,
-        grid=(tiles.sequence.shape[0], num_kv_heads),
+        functools.partial(_kernel, shape=shape),
+        grid=(tiles.sequence.shape[0], values_of(kv_pages).shape[2]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={0: 0},  # a tile reads its rows of q before it writes them: no second buffer
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.shape.num_warps, num_stages=tiles.shape.num_stages),
+        compiler_params=plgpu.CompilerParams(num_warps=work.tile.num_warps, num_stages=work.tile.num_stages),
         interpret=interpret,
-        name=f"ragged_paged_attention_d{head_dim}",
-    )(
-        q,
-        kv_pages,
-        tiles.block_tables,
-        tiles.starts,
-        tiles.contexts,
-        tiles.sequence,
-        tiles.first,
-        jnp.full((1,), layer, jnp.int32),
-    )
+        name=f"ragged_paged_attention_d{shape.head_dim}",
+    )(q, kv, tiles, sinks)
 
 
-def _kernel(
-    q_ref,
-    kv_ref,
-    tables_ref,
-    starts_ref,
-    contexts_ref,
-    sequence_ref,
-    first_ref,
-    layer_ref,
-    out_ref,
+def attend_single_tokens(
+    q: Float[Array, "T H D"],
+    kv_pages: KVPages,
+    work: TritonWork,
     *,
-    group: int,
-    rows: int,
-    block: int,
-    page_size: int,
-    head_dim: int,
-    num_layers: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    precision: lax.Precision | lax.DotAlgorithmPreset,
-) -> None:
-    """One query tile and one KV head. Arrays in here have power-of-two sizes, so some rows and columns are masked.
+    sinks: Float[Array, " H"] | None,
+    interpret: bool,
+    **options: Any,
+) -> Float[Array, "T H D"]:
+    """q with the rows of decodes replaced by their attention."""
+    kv, shape = _prepare(q, kv_pages, work, work.decode_tile, interpret=interpret, **options)
+    num_kv_heads = values_of(kv_pages).shape[2]
+    return attend_decodes(q, kv, work.splits, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret)
 
-    ``precision`` is that of float32 products: by default they would round their inputs to TF32's 10 bits, and as plain
-    float32 they run without tensor cores and spill; three TF32 products come close to float32.
-    """
+
+def _prepare(
+    q: Float[Array, "T H D"],
+    kv_pages: KVPages,
+    work: TritonWork,
+    tile: TileShape,
+    *,
+    layer: int | Int32[Array, ""],
+    interpret: bool,
+    **options: Any,
+) -> tuple[KVRefs, Geometry]:
+    """What a kernel reads from, and its static side."""
+    values = values_of(kv_pages)
+    _, page_size, num_kv_heads, head_dim = values.shape
+    quantized = isinstance(kv_pages, QuantizedPages)
+    # 8-bit numbers are exact in bfloat16: they take the dtype of the queries.
+    dtype = q.dtype if quantized else jnp.promote_types(q.dtype, values.dtype)
+    kv = KVRefs(
+        values=values,
+        scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
+        tables=work.block_tables,
+        layer=jnp.full((1,), layer, jnp.int32),
+    )
+    shape = geometry(
+        group=q.shape[1] // num_kv_heads,
+        rows=tile.rows,
+        block=block_of(tile, work.target, head_dim=head_dim, dtype=dtype, kv_dtype=values.dtype),
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=dtype,
+        interpret=interpret,
+        **options,
+    )
+    return kv, shape
+
+
+def _kernel(q_ref: Any, kv: KVRefs, tiles: Any, sinks_ref: Any | None, out_ref: Any, *, shape: Geometry) -> None:
+    """One query tile and one KV head."""
     tile, kv_head = pl.program_id(0), pl.program_id(1)
-    sequence = sequence_ref[tile]
+    sequence = tiles.sequence[tile]
 
-    @pl.when(sequence < contexts_ref.shape[0])
-    def _attend():
-        start, first, context = starts_ref[sequence], first_ref[tile], contexts_ref[sequence]
-        num_queries = starts_ref[sequence + 1] - start
-        row = jnp.arange(rows)
-        token = first + row // group
-        feature = jnp.arange(pl.next_power_of_2(head_dim))
-        in_head = feature < head_dim
-        in_tile = ((row < rows // group * group) & (token < num_queries))[:, None] & in_head[None, :]
+    @pl.when(sequence < tiles.contexts.shape[0])
+    def _attend() -> None:
+        row_start, first, context = tiles.starts[sequence], tiles.first[tile], tiles.contexts[sequence]
+        num_queries = tiles.starts[sequence + 1] - row_start
+        tokens = shape.rows // shape.group
+        row = jnp.arange(shape.rows)
+        token = first + row // shape.group
+        head = kv_head * shape.group + row % shape.group
+        feature = jnp.arange(shape.width)
+        in_tile = (row < tokens * shape.group) & (token < num_queries)
+        mask = in_tile[:, None] & (feature < shape.head_dim)[None, :]
         # No two rows share an index, masked ones included: interpret mode writes masked elements back as they were.
-        q_index = ((start + token)[:, None], (kv_head * group + row % group)[:, None], feature[None, :])
-        dtype = jnp.promote_types(q_ref.dtype, kv_ref.dtype)
-        dot = functools.partial(
-            lax.dot_general,
-            precision=precision if dtype == jnp.float32 else None,
-            preferred_element_type=jnp.float32,
+        index = ((row_start + token)[:, None], head[:, None], feature[None, :])
+        q = plgpu.load(q_ref.at[index], mask=mask, other=0.0).astype(shape.dtype)
+        sink = None if sinks_ref is None else plgpu.load(sinks_ref.at[head], mask=in_tile, other=0.0)
+        first_query = context - num_queries + first
+        state = attend(
+            q,
+            kv,
+            start(shape, sink),
+            shape,
+            sequence=sequence,
+            kv_head=kv_head,
+            begin=jnp.int32(0) if shape.window is None else jnp.maximum(0, first_query - shape.window + 1),
+            end=jnp.minimum(context, first_query + tokens),
+            whole_until=first_query + 1 if shape.window is None else None,
+            query_position=context - num_queries + token,
         )
-        q = plgpu.load(q_ref.at[q_index], mask=in_tile, other=0.0).astype(dtype)
-        query_position = context - num_queries + token
-        oldest = context - num_queries + first
-        past_end = jnp.minimum(context, oldest + rows // group)
-        oldest = 0 if window is None else jnp.maximum(0, oldest - window + 1)
-
-        def load(flat_page, offset, mask):
-            index = (flat_page[:, None], offset[:, None], kv_head, feature[None, :])
-            return plgpu.load(kv_ref.at[index], mask=mask[:, None] & in_head[None, :], other=0.0).astype(dtype)
-
-        def attend_block(i, carry):
-            weighted, peak, total = carry
-            position = oldest + i * block + jnp.arange(block)
-            real = position < past_end
-            page = plgpu.load(tables_ref.at[sequence, position // page_size], mask=real, other=0)
-            keys_page = page * (2 * num_layers) + 2 * layer_ref[0]
-            keys = load(keys_page, position % page_size, real)
-            scores = dot(q, keys, (((1,), (1,)), ((), ())))
-            if soft_cap is None:
-                scores *= scale * LOG2_E
-            else:
-                scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2_E)
-            seen = (position[None, :] <= query_position[:, None]) & real[None, :]
-            if window is not None:
-                seen &= position[None, :] > query_position[:, None] - window
-            scores = jnp.where(seen, scores, MASKED)
-            new_peak = jnp.maximum(peak, scores.max(axis=1))
-            keep = jnp.exp2(peak - new_peak)
-            # A row that has seen nothing yet weighs masked positions with 1; `keep` is 0 once it sees something.
-            weights = jnp.exp2(scores - new_peak[:, None])
-            values = load(keys_page + 1, position % page_size, real)
-            summed = dot(weights.astype(dtype), values, (((1,), (0,)), ((), ())))
-            return weighted * keep[:, None] + summed, new_peak, total * keep + weights.sum(axis=1)
-
-        carry = (
-            jnp.zeros((rows, feature.shape[0]), jnp.float32),
-            jnp.full((rows,), MASKED, jnp.float32),
-            jnp.zeros((rows,), jnp.float32),
-        )
-        weighted, _, total = lax.fori_loop(0, pl.cdiv(past_end - oldest, block), attend_block, carry)
-        out = weighted / jnp.where(total == 0, 1, total)[:, None]
-        plgpu.store(out_ref.at[q_index], out.astype(out_ref.dtype), mask=in_tile)
+        plgpu.store(out_ref.at[index], finish(state).astype(out_ref.dtype), mask=mask)

@@ -1,22 +1,14 @@
-"""Tile sizes of the triton kernels, and the table of query tiles of a step.
-
-Five tokens: sequence 0 decodes, sequence 1 prefills three, one token is padding; 3 query heads a KV head, 64 rows.
-
-    query_starts   0 1 4
-    starts         0 1 4 5      the padding is one more sequence, with context 0: its tile writes zeros
-    sequence       0 1 2 3 3    3 is past the last sequence: nothing to do
-    first          0 0 0 . .    each tile holds up to 64 // 3 = 21 tokens of one sequence
-"""
+"""Tile sizes of the triton attention kernels, by target, head size and kind of step, each with its reason."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Int32
+from jaxtyping import DTypeLike
+
+from pallas_kernels.triton.targets import Target
 
 
 class TileShape(NamedTuple):
@@ -24,7 +16,7 @@ class TileShape(NamedTuple):
 
     Arguments:
         rows: token x head rows of a query tile; a power of two from 16, the least that a tensor core takes.
-        block: KV positions of one product, for pages of 2-byte elements.
+        block: KV positions of one product, for pages of elements of at most 2 bytes.
         float32_block: the same for float32 pages.
         num_warps: warps of a program.
         num_stages: KV blocks in flight.
@@ -37,49 +29,43 @@ class TileShape(NamedTuple):
     num_stages: int
 
 
-CHUNK_TILES = {
-    # 64 rows are one wgmma of Hopper, 16 a warp. Compiled for H200 (bfloat16): 128 registers at head size 64, 177 at
-    # 128, 244 at 256, no spills; for A100 at 128: 255, no spills.
+Table = dict[int, TileShape]
+"""Tiles by the largest head size that they serve."""
+
+HOPPER_CHUNKS: Table = {
+    # 64 rows are one wgmma, 16 a warp. bfloat16 compiles to 128 registers at head size 64 and 212 at 128, without
+    # spills, and 40 and 80 KB of shared memory: two or more programs a core. float32 products are three of TF32, which
+    # take 155 and 255 registers at 16 positions.
     128: TileShape(rows=64, block=64, float32_block=16, num_warps=4, num_stages=2),
-    # Block 64 asks for 106,496 bytes of shared memory; an L4 has 101,376. float32 asks for 188,416: Hopper has them.
+    # Half the block: 64 positions would take 160 KB, one program a core.
     256: TileShape(rows=64, block=32, float32_block=16, num_warps=4, num_stages=2),
 }
-"""Tiles of steps with chunks, by the largest head size that they serve."""
-
-DECODE_TILES = {
-    # One token a tile: the products are mostly padding and the time goes into loads, so one more block is in flight.
+AMPERE_CHUNKS: Table = {
+    # mma takes the queries from registers: at head size 128 a block of 64 takes 255 and spills 28 bytes on an L4, one
+    # of 32 takes 184 there and 246 on an A100.
+    128: TileShape(rows=64, block=32, float32_block=16, num_warps=4, num_stages=2),
+    # 64 rows x 256 features of the result fill the registers of 4 warps, 8 take 172 to 178; a block of 64 asks for
+    # 106,496 bytes of shared memory, and an L4 has 101,376.
+    256: TileShape(rows=64, block=32, float32_block=16, num_warps=8, num_stages=2),
+}
+DECODES: Table = {
+    # One token a tile: the products are mostly padding and the time goes into loads. Page numbers take a stage of the
+    # pipeline, so three stages keep one block in flight: with 4 programs of 38 KB a core that is twice the bytes that a
+    # core of an H200 has to have under way (4.8 TB/s x 0.7 us / 132 = 25 KB). 71 to 96 registers for bfloat16.
     128: TileShape(rows=16, block=64, float32_block=16, num_warps=4, num_stages=3),
-    # The blocks for the L4's sake, as above.
+    # As many bytes in half the positions.
     256: TileShape(rows=16, block=32, float32_block=16, num_warps=4, num_stages=3),
 }
-"""Tiles of steps of decodes alone, by the largest head size that they serve."""
+
+CHUNK_TILES = {"h200": HOPPER_CHUNKS, "h100": HOPPER_CHUNKS, "a100": AMPERE_CHUNKS, "l4": AMPERE_CHUNKS}
+"""Tiles of chunks of a prompt, by target."""
+DECODE_TILES = {"h200": DECODES, "h100": DECODES, "a100": DECODES, "l4": DECODES}
+"""Tiles of single tokens, by target."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QueryTiles:
-    """The query tiles of a step, sequence after sequence; M entries, the last ones idle.
-
-    Arguments:
-        sequence: whose tokens the tile holds; S is the padding, S + 1 an idle tile.
-        first: the tile's first token, counted inside its sequence.
-        starts: query starts of the sequences and of the padding, and T.
-        contexts: context lengths of the sequences and, 0, of the padding.
-        block_tables: page numbers of the sequences.
-        shape: the kernel's tile.
-    """
-
-    sequence: Int32[Array, " M"]
-    first: Int32[Array, " M"]
-    starts: Int32[Array, " S_plus_2"]
-    contexts: Int32[Array, " S_plus_1"]
-    block_tables: Int32[Array, "S P"]
-    shape: TileShape = dataclasses.field(metadata={"static": True})
-
-
-def tile_shape(head_dim: int, group: int, *, decode_only: bool) -> TileShape:
+def tile_shape(target: Target, head_dim: int, group: int, *, decode: bool) -> TileShape:
     """The tile for heads of ``head_dim``, ``group`` query heads a KV head."""
-    table = DECODE_TILES if decode_only else CHUNK_TILES
+    table = (DECODE_TILES if decode else CHUNK_TILES)[target.name]
     served = [largest for largest in table if head_dim <= largest]
     if not served:
         raise ValueError(f"head_dim must be at most {max(table)} for backend triton, got {head_dim}")
@@ -87,31 +73,39 @@ def tile_shape(head_dim: int, group: int, *, decode_only: bool) -> TileShape:
     return shape._replace(rows=max(shape.rows, pl.next_power_of_2(group)))
 
 
-def query_tiles(
-    query_starts: Int32[Array, " S_plus_1"],
-    context_lens: Int32[Array, " S"],
-    block_tables: Int32[Array, "S P"],
-    *,
-    num_tokens: int,
-    group: int,
-    head_dim: int,
-    decode_only: bool,
-) -> QueryTiles:
-    """Cut a step into tiles of ``rows // group`` tokens."""
-    shape = tile_shape(head_dim, group, decode_only=decode_only)
-    tokens = shape.rows // group
-    starts = jnp.append(query_starts, jnp.int32(num_tokens))
-    counts = -(-(starts[1:] - starts[:-1]) // tokens)
-    ends = jnp.cumsum(counts)
-    # A sequence fills tiles but for its last one, and no tile is without a token.
-    tile = jnp.arange(min(num_tokens, num_tokens // tokens + counts.shape[0]), dtype=jnp.int32)
-    # compare_all: any other method is a loop, which would break the step's CUDA graph.
-    sequence = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
-    return QueryTiles(
-        sequence=sequence,
-        first=(tile - (ends - counts).at[sequence].get(mode="clip")) * tokens,
-        starts=starts,
-        contexts=jnp.append(context_lens, jnp.int32(0)),
-        block_tables=block_tables,
-        shape=shape,
-    )
+def block_of(shape: TileShape, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike) -> int:
+    """KV positions of one product, once it is sure that the tile fits.
+
+    Raises:
+        ValueError: the tile asks for more shared memory than the target has, or the target can't read the pages.
+    """
+    kv_bytes = jnp.dtype(kv_dtype).itemsize
+    block = shape.float32_block if kv_bytes == 4 else shape.block
+    if jnp.dtype(kv_dtype).name == "float8_e4m3fn" and target.compute_capability < (8, 9):
+        raise ValueError(
+            f"kv_pages must be of dtype int8 on an {target.name.upper()}: it has no float8 numbers, got {kv_dtype}"
+        )
+    asked = shared_memory_bytes(shape, block, target, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
+    if asked > target.shared_memory_bytes:
+        raise ValueError(
+            f"the tile must fit the {target.shared_memory_bytes:,} bytes of shared memory of an {target.name.upper()}, "
+            f"got {asked:,} bytes for {shape} at head size {head_dim}: take fewer rows, a shorter block or fewer stages"
+        )
+    return block
+
+
+def shared_memory_bytes(
+    shape: TileShape, block: int, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike
+) -> int:
+    """Most shared memory that Triton asks for, as the compile report finds it: queries, weights, and blocks in flight.
+
+    Hopper's wgmma takes the weights from registers and keeps a block more in flight than the mma of other tiles.
+    8-bit pages are converted on the way into a product, which holds the converted block beside those in flight.
+    """
+    itemsize, kv_bytes = jnp.dtype(dtype).itemsize, jnp.dtype(kv_dtype).itemsize
+    width = pl.next_power_of_2(head_dim)
+    wgmma = target.compute_capability == (9, 0) and shape.rows >= 64 and itemsize == 2
+    queries = shape.rows * (width if wgmma else width + block) * itemsize
+    in_flight = shape.num_stages if wgmma else max(1, shape.num_stages - 1)
+    converted = 2 * block * width * itemsize if kv_bytes == 1 else 0
+    return queries + in_flight * 2 * block * width * kv_bytes + converted

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
+from pallas_kernels.pages import KVPages, QuantizedPages, from_bits, stored_dtype, values_of
 from pallas_kernels.xla.work import BLOCK
 
 MASKED = -1e30
@@ -25,7 +26,7 @@ class LayerKV:
         dtype: what the products run in.
     """
 
-    pages: Shaped[Array, "F page_size K D"]
+    pages: KVPages
     layer: int | Int32[Array, ""]
     num_layers: int
     dtype: jnp.dtype
@@ -33,7 +34,7 @@ class LayerKV:
     @property
     def num_heads(self) -> int:
         """K."""
-        return self.pages.shape[2]
+        return values_of(self.pages).shape[2]
 
     def read(
         self, pages: Int32[Array, "*items pages_per_block"], real: Bool[Array, "*items BLOCK"]
@@ -42,20 +43,27 @@ class LayerKV:
 
         Values are 0 where not ``real``: a weight of 0 times the NaN that may lie there is NaN.
         """
-        page_size = self.pages.shape[1]
-        rows = self.pages.reshape(-1, self.pages.shape[2] * self.pages.shape[3])
-        first = (pages * (2 * self.num_layers) + 2 * self.layer) * page_size
-        index = (first[..., None] + jnp.arange(page_size, dtype=jnp.int32)).reshape(*pages.shape[:-1], BLOCK)
-        # Without the barrier XLA's CPU backend computes the index anew for every element it gathers: 7x.
-        key_index, value_index = lax.optimization_barrier((index, index + page_size))
-        keys, values = self._gather(rows, key_index), self._gather(rows, value_index)
+        first = pages * (2 * self.num_layers) + 2 * self.layer
+        keys, values = (self._gather(first + i) for i in (0, 1))
         return keys, jnp.where(real[..., None], values, jnp.zeros((), self.dtype))
 
-    def _gather(self, rows: Shaped[Array, "R KD"], index: Int32[Array, "..."]) -> Float[Array, "... KD"]:
-        taken = rows.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        if taken.dtype == jnp.uint16:
-            taken = lax.bitcast_convert_type(taken, jnp.bfloat16)
-        return taken.astype(self.dtype)
+    def _gather(self, flat_pages: Int32[Array, "*items pages_per_block"]) -> Float[Array, "*items BLOCK KD"]:
+        pool = values_of(self.pages)
+        _, page_size, num_heads, head_dim = pool.shape
+        index = flat_pages[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+        # Without the barrier XLA's CPU backend computes the index anew for every element it gathers: 7x.
+        index = lax.optimization_barrier(index.reshape(*flat_pages.shape[:-1], BLOCK))
+        rows = _take(pool.reshape(-1, num_heads * head_dim), index)
+        rows = from_bits(rows, stored_dtype(self.pages)).astype(self.dtype)
+        if not isinstance(self.pages, QuantizedPages):
+            return rows
+        scales = _take(self.pages.scales, flat_pages).swapaxes(-1, -2)  # [*items, pages_per_block, page_size, K]
+        scales = scales.reshape(*index.shape, num_heads, 1).astype(self.dtype)
+        return (rows.reshape(*index.shape, num_heads, head_dim) * scales).reshape(rows.shape)
+
+
+def _take(rows: Shaped[Array, "R ..."], index: Int32[Array, "*items"]) -> Shaped[Array, "*items ..."]:
+    return rows.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def capped(scores: Float[Array, "..."], soft_cap: float | None) -> Float[Array, "..."]:
@@ -63,6 +71,16 @@ def capped(scores: Float[Array, "..."], soft_cap: float | None) -> Float[Array, 
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def normalised(weighted: Float[Array, "... D"], total: Float[Array, "..."]) -> Float[Array, "... D"]:
-    """Weighted sum of values over the sum of weights; 0 where nothing was seen."""
+def normalised(
+    weighted: Float[Array, "... H D"],
+    peak: Float[Array, "... H"],
+    total: Float[Array, "... H"],
+    sinks: Float[Array, " H"] | None,
+) -> Float[Array, "... H D"]:
+    """Weighted sum of values over the sum of weights, a sink's included; 0 where nothing was seen.
+
+    A sink is a score that takes its share of the weights and has no value.
+    """
+    if sinks is not None:
+        total = total + jnp.exp(sinks - peak)  # infinite where it outweighs all else: 0
     return weighted / jnp.where(total == 0, 1, total)[..., None]

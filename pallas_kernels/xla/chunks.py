@@ -18,6 +18,7 @@ def attend_chunks(
     *,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "T H D"]:
     """Attention of the (scaled) query tokens of chunks; 0 for the tokens of decodes and for padding."""
     num_tokens, num_heads, head_dim = q.shape
@@ -62,12 +63,17 @@ def attend_chunks(
             jnp.zeros(by_head, jnp.float32),
         )
         past_end = jnp.minimum(context, first_position + rows)
-        weighted, _, total = lax.fori_loop(oldest // BLOCK, -(-past_end // BLOCK), attend_block, carry)
-        tile_out = normalised(weighted, total).reshape(kv.num_heads, rows, -1, head_dim).swapaxes(0, 1)
-        tile_out = tile_out.reshape(rows, num_heads, head_dim)
+        parts = lax.fori_loop(oldest // BLOCK, -(-past_end // BLOCK), attend_block, carry)
+        weighted, peak, total = (_by_token(x, rows, num_heads) for x in parts)
+        tile_out = normalised(weighted, peak, total, sinks)
         others = lax.dynamic_slice_in_dim(out, start, rows)
         tile_out = jnp.where((start + token < end)[:, None, None], tile_out, others)
         return lax.dynamic_update_slice_in_dim(out, tile_out, start, 0)
 
     out = jnp.zeros((num_tokens + rows, num_heads, head_dim), jnp.float32)
     return lax.fori_loop(0, tiles.num_tiles, attend_tile, out)[:num_tokens]
+
+
+def _by_token(x: Float[Array, "K rows_x_group ..."], rows: int, num_heads: int) -> Float[Array, "rows H ..."]:
+    by_head = x.reshape(x.shape[0], rows, -1, *x.shape[2:]).swapaxes(0, 1)
+    return by_head.reshape(rows, num_heads, *x.shape[2:])

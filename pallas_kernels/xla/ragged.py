@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.pages import KVPages, QuantizedPages, stored_dtype
 from pallas_kernels.xla.blocks import LayerKV
 from pallas_kernels.xla.chunks import attend_chunks
 from pallas_kernels.xla.decode import attend_decodes
@@ -13,7 +14,7 @@ from pallas_kernels.xla.work import WorkLists
 
 def ragged_paged_attention(
     q: Float[Array, "T H D"],
-    kv_pages: Shaped[Array, "F page_size K D"],
+    kv_pages: KVPages,
     work: WorkLists,
     *,
     layer: int | Int32[Array, ""],
@@ -21,16 +22,17 @@ def ragged_paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "T H D"]:
     """:func:`pallas_kernels.ragged_paged_attention`, arguments already checked."""
-    stored = jnp.bfloat16 if kv_pages.dtype == jnp.uint16 else kv_pages.dtype
-    dtype = jnp.promote_types(q.dtype, stored)
+    # 8-bit numbers are exact in bfloat16: scaled, they take the dtype of the queries.
+    dtype = q.dtype if isinstance(kv_pages, QuantizedPages) else jnp.promote_types(q.dtype, stored_dtype(kv_pages))
     kv = LayerKV(pages=kv_pages, layer=layer, num_layers=num_layers, dtype=dtype)
     scaled = (q.astype(jnp.float32) * scale).astype(dtype)
     token = work.decodes.token_of
     if work.chunks is None:
-        decoded = attend_decodes(scaled, kv, work, soft_cap=soft_cap)
+        decoded = attend_decodes(scaled, kv, work, soft_cap=soft_cap, sinks=sinks)
         return jnp.where((token < q.shape[0])[:, None, None], decoded, 0).astype(q.dtype)
-    out = attend_chunks(scaled, kv, work, work.chunks, window=window, soft_cap=soft_cap)
-    decoded = attend_decodes(scaled.at[token].get(mode="clip"), kv, work, soft_cap=soft_cap)
+    out = attend_chunks(scaled, kv, work, work.chunks, window=window, soft_cap=soft_cap, sinks=sinks)
+    decoded = attend_decodes(scaled.at[token].get(mode="clip"), kv, work, soft_cap=soft_cap, sinks=sinks)
     return out.at[token].set(decoded, mode="drop").astype(q.dtype)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import Backend, attention_metadata, ragged_paged_attention, reference
+from pallas_kernels import Backend, QuantizedPages, attention_metadata, ragged_paged_attention, reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Batch:
     """One step's arguments, and the options it was built for."""
 
     q: np.ndarray
-    kv_pages: np.ndarray
+    kv_pages: Any
     query_starts: np.ndarray
     context_lens: np.ndarray
     block_tables: np.ndarray
@@ -26,6 +26,7 @@ class Batch:
     num_layers: int
     window: int | None
     decode_only: bool
+    sinks: np.ndarray | None
 
     def expected(self, *, soft_cap: float | None = None, scale: float | None = None) -> np.ndarray:
         """The float64 reference's output."""
@@ -40,6 +41,7 @@ class Batch:
             window=self.window,
             soft_cap=soft_cap,
             scale=scale,
+            sinks=self.sinks,
         )
 
     def attend(
@@ -52,17 +54,21 @@ class Batch:
     ) -> np.ndarray:
         """The backend's output; triton runs in interpret mode. Batches of equal shapes share one compiled function."""
         layer = jnp.int32(self.layer) if traced_layer else self.layer
-        attend = _attend_traced_layer if traced_layer else _attend
-        return np.asarray(attend(*self._arrays, layer=layer, scale=scale, soft_cap=soft_cap, **self._options(backend)))
+        attend = _ATTEND[backend, traced_layer]
+        return np.asarray(attend(*self.arrays, layer=layer, scale=scale, soft_cap=soft_cap, **self._options(backend)))
 
     def compiled(self, backend: Backend) -> jax.stages.Compiled:
         """The compiled function."""
         options = self._options(backend)
-        return _attend.lower(*self._arrays, layer=self.layer, scale=None, soft_cap=None, **options).compile()
+        return (
+            _ATTEND[backend, False]
+            .lower(*self.arrays, layer=self.layer, scale=None, soft_cap=None, **options)
+            .compile()
+        )
 
     @property
-    def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.q, self.kv_pages, self.query_starts, self.context_lens, self.block_tables
+    def arrays(self) -> tuple[Any, ...]:
+        return self.q, self.kv_pages, self.query_starts, self.context_lens, self.block_tables, self.sinks
 
     def _options(self, backend: Backend) -> dict[str, Any]:
         return {
@@ -75,10 +81,11 @@ class Batch:
 
 def attend(
     q: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: Any,
     query_starts: jax.Array,
     context_lens: jax.Array,
     block_tables: jax.Array,
+    sinks: jax.Array | None,
     *,
     layer: int | jax.Array,
     num_layers: int,
@@ -88,20 +95,23 @@ def attend(
     decode_only: bool,
     backend: Backend,
     interpret: bool = True,
+    target: str | None = None,
 ) -> jax.Array:
     """Metadata and attention of one layer."""
+    _, page_size, num_kv_heads, _ = jax.tree.leaves(kv_pages)[0].shape
     metadata = attention_metadata(
         query_starts,
         context_lens,
         block_tables,
         num_tokens=q.shape[0],
-        page_size=kv_pages.shape[1],
+        page_size=page_size,
         num_heads=q.shape[1],
-        num_kv_heads=kv_pages.shape[2],
+        num_kv_heads=num_kv_heads,
         head_dim=q.shape[2],
         window=window,
         decode_only=decode_only,
         backend=backend,
+        target=target,
     )
     return ragged_paged_attention(
         q,
@@ -112,14 +122,24 @@ def attend(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        sinks=sinks,
         backend=backend,
         interpret=interpret,
     )
 
 
 _STATIC = ("num_layers", "scale", "window", "soft_cap", "decode_only", "backend")
-_attend = jax.jit(attend, static_argnames=(*_STATIC, "layer"))
-_attend_traced_layer = jax.jit(attend, static_argnames=_STATIC)
+_FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
+"""For kernels in the interpreter: they are large programs that run once."""
+_ATTEND = {
+    (backend, traced_layer): jax.jit(
+        attend,
+        static_argnames=_STATIC if traced_layer else (*_STATIC, "layer"),
+        compiler_options=_FAST_TO_COMPILE if backend == "triton" else None,
+    )
+    for backend in get_args(Backend)
+    for traced_layer in (False, True)
+}
 
 
 def ragged_batch(
@@ -140,11 +160,13 @@ def ragged_batch(
     window: int | None = None,
     shared_pages: int = 0,
     decode_only: bool = False,
+    sinks: bool = False,
 ) -> Batch:
     """Sequences of (query tokens, context), in order, padded to ``num_seqs`` and ``num_tokens``.
 
     All that no query may see is NaN: other layers, the trash page, unused pages, the tails of last pages, positions
     before every window, the queries of padding tokens. ``shared_pages``: all sequences begin with the same pages.
+    ``kv_dtype`` of one byte makes quantised pages (uint8 is the bits of float8), whose scales are NaN there instead.
     """
     rng = np.random.default_rng(seed)
     num_heads, num_kv_heads = heads
@@ -167,11 +189,9 @@ def ragged_batch(
             pool[tables[sequence, position // page_size], layer, :, position % page_size] = rows
     q = rng.standard_normal((num_tokens, num_heads, head_dim), np.float32)
     q[starts[-1] :] = np.nan
-    pool = pool.reshape(-1, page_size, num_kv_heads, head_dim)
-    kv_dtype = kv_dtype or dtype
     return Batch(
         q=q.astype(jnp.dtype(dtype)),
-        kv_pages=pool.astype(ml_dtypes.bfloat16).view(np.uint16) if kv_dtype == "uint16" else pool.astype(kv_dtype),
+        kv_pages=stored(pool.reshape(-1, page_size, num_kv_heads, head_dim), kv_dtype or dtype),
         query_starts=starts,
         context_lens=np.array([context for _, context in padded], np.int32),
         block_tables=tables,
@@ -179,7 +199,20 @@ def ragged_batch(
         num_layers=num_layers,
         window=window,
         decode_only=decode_only,
+        sinks=rng.uniform(0, 4, num_heads).astype(np.float32) if sinks else None,
     )
+
+
+def stored(pages: np.ndarray, dtype: str) -> Any:
+    """Flat pages of float32 in another dtype."""
+    bits = {"uint16": ml_dtypes.bfloat16, "uint8": ml_dtypes.float8_e4m3fn}
+    number = np.dtype(bits.get(dtype, jnp.dtype(dtype)))
+    if number.itemsize > 1:
+        return pages.astype(number).view(jnp.dtype(dtype))
+    scales = np.abs(pages).max(-1).swapaxes(1, 2) / (127 if dtype == "int8" else 448)
+    scaled = np.nan_to_num(pages / scales.swapaxes(1, 2)[..., None], nan=99.0)
+    values = np.rint(scaled) if dtype == "int8" else scaled
+    return QuantizedPages(values.astype(number).view(jnp.dtype(dtype)), scales)
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

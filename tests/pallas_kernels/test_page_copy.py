@@ -77,8 +77,8 @@ def test_wrong_arguments_are_refused():
         copy_pages(kv, SOURCES, DESTINATIONS[:3])
     with pytest.raises(ValueError, match="sources must be of dtype int32, got float32"):
         copy_pages(kv, SOURCES.astype(np.float32), DESTINATIONS)
-    with pytest.raises(ValueError, match="backend must be None or one of xla, triton, native, got 'mosaic'"):
-        copy_pages(kv, SOURCES, DESTINATIONS, backend="mosaic")
+    with pytest.raises(ValueError, match="backend must be None or one of xla, triton, mosaic, native, got 'cuda'"):
+        copy_pages(kv, SOURCES, DESTINATIONS, backend="cuda")
     with pytest.raises(ValueError, match=r"rows must be of shape \[5, 3, 2, 8, 3, 20\], got shape \[4, 3, 2, 8, 3, 20"):
         scatter_pages(kv, DESTINATIONS, kv[:4])
     with pytest.raises(ValueError, match="rows must be of dtype float32, got float16"):

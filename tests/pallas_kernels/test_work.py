@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.triton.tiles import query_tiles, tile_shape
+from pallas_kernels.triton.targets import TARGETS
+from pallas_kernels.triton.tiles import block_of, tile_shape
+from pallas_kernels.triton.work import LEAST_SPLIT, decode_splits, query_tiles
 from pallas_kernels.xla.work import BLOCK, CHUNK_ROWS, work_lists
 
 CONTEXTS = [300, 0, 20, 128, 1, 129]
@@ -80,31 +84,75 @@ def test_chunk_tiles_cover_the_tokens_of_longer_queries():
     assert np.asarray(tiles.context)[:count].tolist() == [20, 129, 129]
 
 
-def test_query_tiles_cover_every_token_once_padding_included():
-    for queries, padding in ([[1, 0, 3], 1], [[50, 1, 1], 12], [[1] * 5, 0], [[0, 0], 64]):
+def test_query_tiles_cover_the_tokens_of_chunks_and_padding_once():
+    for queries, padding in ([[1, 0, 3], 1], [[50, 1, 2], 12], [[1] * 5, 0], [[0, 0], 64]):
         starts = np.cumsum([0, *queries]).astype(np.int32)
         num_tokens = int(starts[-1]) + padding
-        tiles = query_tiles(
-            jnp.asarray(starts),
-            jnp.ones(len(queries), jnp.int32),
-            jnp.zeros((len(queries), 1), jnp.int32),
-            num_tokens=num_tokens,
-            group=3,
-            head_dim=64,
-            decode_only=False,
-        )
+        tiles = query_tiles(jnp.asarray(starts), jnp.ones(len(queries), jnp.int32), num_tokens, 21)
         seen = []
         for sequence, first in zip(tiles.sequence.tolist(), tiles.first.tolist(), strict=True):
             if sequence <= len(queries):
                 start, end = tiles.starts[sequence], tiles.starts[sequence + 1]
                 seen += range(int(start) + first, min(int(end), int(start) + first + 21))
-        assert seen == list(range(num_tokens))
+        decodes = [start for start, count in zip(starts[:-1], queries, strict=True) if count == 1]
+        assert seen == sorted(set(range(num_tokens)) - set(decodes))
+
+
+def splits_of(contexts, is_decode, *, window=None, num_splits=16):
+    """The real splits as (sequence, first position, past the last), and all that was made."""
+    splits = decode_splits(
+        jnp.arange(len(contexts), dtype=jnp.int32),
+        jnp.array(is_decode),
+        jnp.array(contexts, jnp.int32),
+        window,
+        num_splits=num_splits,
+    )
+    length = int(splits.positions[0])
+    real = []
+    for sequence, split in zip(splits.sequence.tolist(), splits.split.tolist(), strict=True):
+        if sequence < len(contexts):
+            begin = split * length + (0 if window is None else max(0, contexts[sequence] - window))
+            real.append((sequence, begin, min(begin + length, contexts[sequence])))
+    return real, splits
+
+
+@pytest.mark.parametrize("window", [None, 5000])
+def test_splits_cover_each_decode_once_and_a_long_row_gets_most(window):
+    contexts = [100] * 20 + [32768] + [300] * 20
+    real, splits = splits_of(contexts, [True] * 41, window=window)
+    for sequence, context in enumerate(contexts):
+        mine = [(begin, end) for owner, begin, end in real if owner == sequence]
+        assert mine[0][0] == (0 if window is None else max(0, context - window)) and mine[-1][1] == context
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(mine))
+        assert len(mine) == int(splits.counts[sequence])
+        assert splits.sequence[int(splits.first[sequence])] == sequence
+    assert splits.counts[20] >= 7 and splits.counts[0] == 1
+
+
+def test_short_contexts_are_not_split_and_chunks_have_no_split():
+    real, splits = splits_of([LEAST_SPLIT, 900, 0], [True, False, True])
+    assert real == [(0, 0, LEAST_SPLIT), (2, 0, 0)], "a padding row has a program that writes its zeros"
+    assert splits.counts.tolist() == [1, 0, 1]
 
 
 def test_a_tile_has_room_for_all_heads_of_a_group():
-    assert tile_shape(64, 71, decode_only=True).rows == 128
+    assert tile_shape(TARGETS["h200"], 64, 71, decode=True).rows == 128
 
 
 def test_head_sizes_without_a_tile_are_refused():
     with pytest.raises(ValueError, match="head_dim must be at most 256 for backend triton, got 512"):
-        tile_shape(512, 1, decode_only=False)
+        tile_shape(TARGETS["h200"], 512, 1, decode=False)
+
+
+def test_a_tile_that_does_not_fit_is_refused():
+    l4 = TARGETS["l4"]
+    tile = tile_shape(l4, 256, 4, decode=False)
+    assert block_of(tile, l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16") == tile.block
+    with pytest.raises(ValueError, match=r"must fit the 101,376 bytes of shared memory of an L4, got 1[0-9,]+ bytes"):
+        block_of(tile._replace(block=128), l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16")
+
+
+def test_float8_pages_are_refused_where_there_is_no_float8():
+    tile = tile_shape(TARGETS["a100"], 64, 4, decode=True)
+    with pytest.raises(ValueError, match="kv_pages must be of dtype int8 on an A100: it has no float8 numbers"):
+        block_of(tile, TARGETS["a100"], head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")

@@ -1,0 +1,98 @@
+"""Compile every kernel configuration and whole steps for a GPU, on a machine with none, and judge what comes out.
+
+    python -m pallas_kernels.compile_report --target h200        # h100, a100, l4; all if none is named
+
+Prints registers, spilled bytes and tensor-core instructions of each kernel, and what whole steps became; exits with 1
+if a bound is broken. The compiler is installed into a folder of its own first (about 0.6 GB, once).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.compile_cases import STEPS, attention_cases
+from pallas_kernels.deviceless import environment, install_plugin, ptxas
+from pallas_kernels.triton.targets import TARGETS
+
+MOST_SPILL_BYTES = 16
+"""Bytes a thread may spill: a register or two outside the loop cost nothing, more sit inside it."""
+CASES_A_PROCESS = 4
+"""A compiler that aborts takes its process along, and starting one takes as long as compiling two cases."""
+
+
+def report(target: str, cases: Sequence[str], folder: Path) -> Iterator[dict[str, Any]]:
+    """Compile the cases, a few a process; yields what each became. ``folder``: where the plug-in is."""
+    for first in range(0, len(cases), CASES_A_PROCESS):
+        batch = list(cases[first : first + CASES_A_PROCESS])
+        with tempfile.TemporaryDirectory() as dump:
+            module = [sys.executable, "-m", "pallas_kernels.compile_cases", target, dump, str(ptxas(folder))]
+            done = subprocess.run(
+                [*module, *batch], env=environment(folder, Path(dump)), capture_output=True, text=True, timeout=1800
+            )
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+        yield from found
+        for name in batch[len(found) :]:
+            yield {"case": name, "error": f"the compiler died with {done.returncode}: {done.stderr[-1000:]}"}
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    """What is wrong with a case; nothing, if all is well."""
+    if "error" in found:
+        return [found["error"]]
+    out = []
+    for name, kernel in found.get("kernels", {}).items():
+        if kernel["spill_bytes"] > MOST_SPILL_BYTES:
+            out.append(f"{name} spills {kernel['spill_bytes']} bytes a thread, {MOST_SPILL_BYTES} are allowed")
+    if "alias_bytes" in found:
+        if found["alias_bytes"] < found["pool_bytes"]:
+            out.append(f"only {found['alias_bytes']:,} of the pool's {found['pool_bytes']:,} bytes are aliased")
+        if found["pool_sized_copies"]:
+            out.append(f"copies as large as a layer's pages: {', '.join(found['pool_sized_copies'])}")
+        if found["top_thunks"] != ["kCommandBuffer"]:
+            out.append(f"not one CUDA graph but {len(found['top_thunks'])} launches: {found['top_thunks'][:8]}")
+    return out
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """Rows of the printed table."""
+    name, wrong = found["case"], problems(found)
+    out = []
+    for kernel, facts in sorted(found.get("kernels", {}).items()):
+        numbers = (facts["registers"], facts["spill_bytes"], facts["tensor_core"] or "-")
+        out.append(f"{name:42s} {kernel:32s} {numbers[0]:>9} {numbers[1]:>7} {numbers[2]:>6}")
+    if "alias_bytes" in found:
+        temp, alias = found["temp_bytes"] / 1e6, found["alias_bytes"] / 1e6
+        out.append(f"{name:42s} alias {alias:.1f} MB, temp {temp:.1f} MB, launches {len(found['top_thunks'])}")
+    return out + [f"{name:42s} WRONG: {line}" for line in wrong]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=sorted(TARGETS), action="append", help="may be given several times")
+    parser.add_argument("--plugin", type=Path, help="folder of the CUDA plug-in; None: the user's cache")
+    parser.add_argument("--only", default="", help="only the cases whose name holds this")
+    parser.add_argument("--json", type=Path, help="write everything there")
+    options = parser.parse_args(arguments)
+    folder, found = install_plugin(options.plugin), []
+    for target in options.target or list(TARGETS):
+        cases = [name for name in (*attention_cases(target), *STEPS) if options.only in name]
+        print(f"\n{target}\n{'case':42s} {'kernel':32s} registers  spills tensor")
+        for case in report(target, cases, folder):
+            found.append({"target": target} | case)
+            print("\n".join(lines(case)), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    wrong = sum(len(problems(case)) for case in found)
+    print(f"\n{len(found)} cases, {wrong} problems")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The GPUs that tiles are chosen for, and what they can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU, as far as the kernels care.
+
+    Arguments:
+        name: key of the tile table.
+        compute_capability: major and minor.
+        shared_memory_bytes: most that one program may ask for.
+        num_cores: streaming multiprocessors.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    shared_memory_bytes: int
+    num_cores: int
+
+
+TARGETS = {
+    # NVIDIA's CUDA programming guide, table "technical specifications per compute capability", and the data sheets.
+    "h200": Target("h200", (9, 0), 232_448, 132),
+    "h100": Target("h100", (9, 0), 232_448, 132),
+    "a100": Target("a100", (8, 0), 166_912, 108),
+    "l4": Target("l4", (8, 9), 101_376, 58),
+}
+
+
+def default_target() -> Target:
+    """The entry for the GPU that jax runs on: the same card, or the one with as little shared memory.
+
+    Without a GPU (kernels in the interpreter) it is an H200 with one core: the interpreter runs one program at a time.
+    """
+    if jax.default_backend() != "gpu":
+        return dataclasses.replace(TARGETS["h200"], num_cores=1)
+    device = jax.devices()[0]
+    for name, target in TARGETS.items():
+        if name.upper() in device.device_kind.upper().split():
+            return target
+    if device_capability() in ((9, 0), (10, 0), (10, 3)):
+        return TARGETS["h100"]
+    return TARGETS["a100" if device_capability() == (8, 0) else "l4"]
+
+
+def device_capability() -> tuple[int, int]:
+    """Compute capability of the first GPU."""
+    major, minor = str(jax.devices()[0].compute_capability).split(".")
+    return int(major), int(minor)

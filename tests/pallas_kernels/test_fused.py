@@ -1,0 +1,100 @@
+"""The fused small kernels of both backends against numpy in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import reference, rms_norm, rope_and_write_kv, silu_mul
+from tests.pallas_kernels.batches import relative_error
+
+BACKENDS = ["xla", "triton"]
+TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
+STATIC = ("layer", "num_layers", "backend", "interpret")
+rope_write = jax.jit(rope_and_write_kv, static_argnames=STATIC)
+RNG = np.random.default_rng(0)
+
+
+def rows(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return RNG.standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype, size", [("float32", 576), ("bfloat16", 64)])
+def test_rms_norm(backend, dtype, size):
+    x, scale = rows(5, size, dtype=dtype), rows(size)
+    got = np.asarray(rms_norm(x, scale, eps=1e-5, backend=backend, interpret=True))
+    assert got.dtype == x.dtype
+    assert relative_error(got, reference.rms_norm(x, scale, eps=1e-5)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype, size", [("float32", 1536), ("bfloat16", 100)])
+def test_silu_mul(backend, dtype, size):
+    gate_up = rows(3, 2 * size, dtype=dtype)
+    got = np.asarray(silu_mul(gate_up, backend=backend, interpret=True))
+    assert got.dtype == gate_up.dtype
+    assert relative_error(got, reference.silu_mul(gate_up)) < TOLERANCE[dtype]
+
+
+def rope_arguments(heads: tuple[int, int], head_dim: int, dtype: str):
+    num_heads, num_kv_heads = heads
+    angles = RNG.uniform(0, 100, (6, head_dim // 2)).astype(np.float32)
+    pages = np.array([5, 5, 9, 13, 0, 0], np.int32)
+    offsets = np.array([14, 15, 0, 7, 3, 3], np.int32)
+    pool = rows(14 * 3 * 2, 16, num_kv_heads, head_dim, dtype=dtype)
+    return (
+        pool,
+        rows(6, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype),
+        np.cos(angles),
+        np.sin(angles),
+        pages,
+        offsets,
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "heads, head_dim, dtype", [((9, 3), 64, "float32"), ((32, 8), 16, "bfloat16"), ((5, 1), 80, "float32")]
+)
+def test_rope_and_write_kv(backend, heads, head_dim, dtype):
+    """Queries come back rotated, rotated keys and plain values lie in their pages, and nothing else changes."""
+    arguments = rope_arguments(heads, head_dim, dtype)
+    q, pool = rope_write(*arguments, layer=1, num_layers=3, backend=backend, interpret=True)
+    want_q, want_pool = reference.rope_and_write_kv(*arguments, layer=1, num_layers=3)
+    assert relative_error(np.asarray(q), want_q) < TOLERANCE[dtype]
+    past_trash = np.asarray(pool)[6:].astype(np.float64)
+    assert relative_error(past_trash, want_pool[6:]) < TOLERANCE[dtype]
+    untouched = np.ones(len(pool), bool)
+    untouched[[5 * 6 + 2, 5 * 6 + 3, 9 * 6 + 2, 9 * 6 + 3, 13 * 6 + 2, 13 * 6 + 3, 2, 3]] = False
+    np.testing.assert_array_equal(np.asarray(pool)[untouched], arguments[0][untouched])
+
+
+def test_pages_of_bits_take_rotated_keys():
+    arguments = list(rope_arguments((9, 3), 64, "bfloat16"))
+    _, pool = rope_write(*arguments, layer=1, num_layers=3, backend="xla")
+    arguments[0] = arguments[0].view(np.uint16)
+    _, bits = rope_write(*arguments, layer=1, num_layers=3, backend="xla")
+    np.testing.assert_array_equal(np.asarray(bits).view(ml_dtypes.bfloat16), np.asarray(pool))
+
+
+def test_a_donated_pool_is_written_in_place():
+    arguments = rope_arguments((9, 3), 64, "float32")
+    write = jax.jit(rope_and_write_kv, static_argnames=STATIC, donate_argnums=0)
+    memory = write.lower(*arguments, layer=1, num_layers=3, backend="xla").compile().memory_analysis()
+    assert memory.alias_size_in_bytes == arguments[0].nbytes
+
+
+def test_wrong_arguments_are_refused():
+    pool, qkv, cos, sin, pages, offsets = rope_arguments((9, 3), 64, "float32")
+    with pytest.raises(ValueError, match=r"qkv must be of 2 \* 3 heads and a multiple of 3 query heads, got 14 heads"):
+        rope_and_write_kv(pool, qkv[:, :14], cos, sin, pages, offsets, layer=0, num_layers=3)
+    with pytest.raises(ValueError, match=r"sin must be of shape \[6, 32\], got shape \[6, 16\]"):
+        rope_and_write_kv(pool, qkv, cos, sin[:, :16], pages, offsets, layer=0, num_layers=3)
+    with pytest.raises(ValueError, match=r"scale must be of shape \[8\], got shape \[4\]"):
+        rms_norm(rows(2, 8), rows(4), eps=1e-5)
+    with pytest.raises(ValueError, match="gate_up must be of an even number of columns, got 7"):
+        silu_mul(rows(2, 7))

@@ -1,0 +1,82 @@
+"""The mosaic kernel in its interpreter, which also watches for races between copies and products (jax >= 0.11)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tests.pallas_kernels.batches import Batch, attend, ragged_batch, relative_error
+
+OLD = tuple(int(x) for x in jax.__version__.split(".")[:2]) < (0, 11)
+needs_interpreter = pytest.mark.skipif(OLD, reason="Mosaic's interpreter is public and complete from jax 0.11 on")
+
+
+def attend_with_races(batch: Batch, soft_cap: float | None = None) -> np.ndarray:
+    """The output of the mosaic backend; fails if the interpreter saw a race."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public way to ask for the races found
+
+    got = attend(
+        *batch.arrays,
+        layer=batch.layer,
+        num_layers=batch.num_layers,
+        scale=None,
+        window=batch.window,
+        soft_cap=soft_cap,
+        decode_only=batch.decode_only,
+        backend="mosaic",
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    got = np.asarray(got)
+    assert not gpu_callbacks.get_races().races_found
+    return got
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "heads, head_dim, page_size, window, soft_cap",
+    [((3, 1), 64, 16, None, None), ((4, 2), 128, 64, 40, 5.0)],
+)
+def test_chunks_between_decodes(heads, head_dim, page_size, window, soft_cap):
+    """Chunks that end inside a page and a block, a decode among them, padding, NaN wherever nothing may be read."""
+    batch = ragged_batch(
+        [(7, 70), (1, 130), (40, 90)],
+        heads=heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        window=window,
+        dtype="bfloat16",
+        num_tokens=52,
+        num_seqs=4,
+        num_layers=1,
+        layer=0,
+    )
+    got = attend_with_races(batch, soft_cap)
+    assert relative_error(got, batch.expected(soft_cap=soft_cap)) < 1e-2
+    assert not got[batch.query_starts[-1] :].any(), "padding tokens give 0"
+
+
+@needs_interpreter
+def test_what_it_cannot_do_is_refused():
+    batch = ragged_batch([(5, 9)], dtype="bfloat16")
+    small = "q must be of head size 64, 128 or 256 for backend mosaic, got 16"
+    for wrong, message in (
+        (batch, small),
+        (dataclasses.replace(batch, q=batch.q.astype(jnp.float32)), "q must be of the pages' dtype bfloat16"),
+        (ragged_batch([(5, 9)], sinks=True, dtype="bfloat16"), "sinks must be None for backend mosaic"),
+        (ragged_batch([(5, 9)]), "kv_pages must be bfloat16 or float16 for backend mosaic, got float32"),
+        (ragged_batch([(5, 9)], dtype="bfloat16", kv_dtype="int8"), "kv_pages must be plain for backend mosaic"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend_with_races(wrong)
+
+
+@pytest.mark.skipif(not OLD, reason="jax has the API")
+def test_it_is_refused_on_older_jax():
+    batch = ragged_batch([(5, 9)], dtype="bfloat16", head_dim=64)
+    with pytest.raises(ValueError, match=r"backend must be xla or triton on jax before 0\.11, got 'mosaic'"):
+        attend_with_races(batch)
