@@ -12,7 +12,7 @@ import pytest
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler.policy import LengthPredictor, TenantClock
+from jaxcb.scheduler.view import LengthPredictor, TenantClock
 from tests.scheduler.fake_device import Driver, answer_alone, driver
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -183,15 +183,10 @@ def test_fair_gives_each_tenant_its_turn_by_tokens():
 
 
 def test_an_idle_tenant_gains_no_credit():
-    clock = TenantClock(cost=lambda sequence: 10.0)
-
-    class Stub:
-        def __init__(self, tenant: str):
-            self.request = Request(request_id="r", prompt_token_ids=[1], tenant=tenant)
-
+    clock = TenantClock()
     for _ in range(5):
-        clock.admitted(clock.book(Stub("busy")))
-    assert clock.book(Stub("idle")) == 40.0
+        clock.admitted(clock.book("busy", 10.0))
+    assert clock.book("idle", 10.0) == 40.0
 
 
 @pytest.mark.parametrize("source", ["README.md", "jaxcb/scheduler/policy.py"])
