@@ -2,7 +2,7 @@ from bench.scheduler import Loaded, measure
 
 
 def test_everything_decodes_while_it_is_measured():
-    loaded = Loaded(num_running=8, num_waiting=5, policy="fcfs")
+    loaded = Loaded(num_running=8, num_waiting=5, policy="fcfs", seed=0)
     for _ in range(3):
         loaded.step()
     assert (loaded.scheduler.num_running, loaded.scheduler.num_waiting) == (8, 5)
