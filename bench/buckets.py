@@ -32,6 +32,7 @@ from bench.common import (
 )
 from bench.full_step import full_plan, repeated
 from bench.inprocess import InProcess, LaunchedStep, add_engine_options, engine_config, exact_length
+from bench.roofline import Speeds, Work
 from bench.workload import SEED, Workload, make, read
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.buckets import Bucket
@@ -120,10 +121,17 @@ def main(argv: Sequence[str] | None = None) -> Result:
         else read(args.workload)
     )
     buckets = list(process.runner.buckets)
+    speeds, runner = Speeds.measure(), process.runner
+    plans = {bucket: full_plan(bucket, runner.shape, args.context) for bucket in buckets}
+    kv_bytes_per_token = runner.kv_bytes // (runner.shape.num_pages + 1) // runner.shape.page_size
+    least_s = {
+        bucket: speeds.least_s(Work.of(plan, runner.spec, runner.params, kv_bytes_per_token))
+        for bucket, plan in plans.items()
+    }
     steps_s = {
         bucket: time_steps(
             process.runner,
-            full_plan(bucket, process.runner.shape, args.context),
+            plans[bucket],
             args.steps,
             run_ahead=config.run_ahead,
         )
@@ -136,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
         "context": args.context,
         "steps": args.steps,
         "workload": str(workload),
-        "buckets": _rows(buckets, steps_s, uses),
+        "speeds": speeds._asdict(),
+        "buckets": _rows(buckets, steps_s, least_s, uses),
         "workload_padding": _total(uses).padding,
     }
     _print(result)
@@ -145,7 +154,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
 
 
 def _rows(
-    buckets: Sequence[Bucket], steps_s: dict[Bucket, list[float]], uses: dict[Bucket, Use]
+    buckets: Sequence[Bucket],
+    steps_s: dict[Bucket, list[float]],
+    least_s: dict[Bucket, float],
+    uses: dict[Bucket, Use],
 ) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     before: dict[bool, Bucket] = {}  # decode buckets come after decode buckets, mixed after mixed
@@ -158,6 +170,7 @@ def _rows(
                 "num_seqs": bucket.num_seqs,
                 "tok_s": bucket.num_tokens / spread.median * 1e3,
                 "step_ms": spread._asdict(),
+                "roofline_ms": least_s[bucket] * 1e3,
                 "padding_above": padding_above(bucket, before.get(bucket.decode_only)),
                 "workload": uses[bucket]._asdict() | {"padding": uses[bucket].padding},
             }
@@ -172,7 +185,7 @@ def _total(uses: dict[Bucket, Use]) -> Use:
 
 
 def _print(result: Result) -> None:
-    headers = ["bucket", "tok/s", "ms", "p10", "p90", "padding above", "steps", "padding"]
+    headers = ["bucket", "tok/s", "ms", "p10", "p90", "roofline ms", "times it", "padding above", "steps", "padding"]
     lines = []
     for row in result["buckets"]:
         step_ms, use = row["step_ms"], row["workload"]
@@ -181,12 +194,16 @@ def _print(result: Result) -> None:
                 row["bucket"],
                 f"{row['tok_s']:.1f}",
                 *(f"{step_ms[name]:.2f}" for name in Spread._fields),
+                f"{row['roofline_ms']:.2f}",
+                f"{step_ms['median'] / row['roofline_ms']:.2f}",
                 f"{row['padding_above']:.0%}",
                 use["num_steps"],
                 f"{use['padding']:.1%}" if use["num_steps"] else "-",
             ]
         )
     print(f"machine: {describe(result['machine'])}")
+    speeds = result["speeds"]
+    print(f"roofline: {speeds['bytes_per_s'] / 1e9:.1f} GB/s, {speeds['flops_per_s'] / 1e9:.0f} GFLOP/s in float32")
     print(f"full steps at context {result['context']}, {result['steps']} timed for each bucket")
     print(markdown_table(headers, lines))
     print(f"workload: {result['workload']}: {result['workload_padding']:.1%} of the computed token rows were padding")

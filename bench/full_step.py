@@ -46,7 +46,6 @@ def full_plan(bucket: Bucket, shape: RunnerShape, context: int) -> StepPlan:
         rows.append(
             PlanRow(
                 sequence=sequence,
-                generation=0,
                 slot=slot,
                 token_ids=[IN_FLIGHT] if slot < num_decodes else [0] * length,
                 start=start,
@@ -65,7 +64,9 @@ def full_plan(bucket: Bucket, shape: RunnerShape, context: int) -> StepPlan:
 
 def repeated(plan: StepPlan) -> StepPlan:
     """The same step again: the device's block tables know its pages by now."""
-    return dataclasses.replace(plan, rows=[dataclasses.replace(row, new_pages=[]) for row in plan.rows])
+    return dataclasses.replace(
+        plan, rows=[dataclasses.replace(row, new_pages=[]) for row in plan.rows if isinstance(row, PlanRow)]
+    )
 
 
 def _prompt_lengths(num_tokens: int, num_rows: int, context: int) -> list[int]:

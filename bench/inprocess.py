@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 from bench.common import machine, positive, show_progress
 from bench.workload import Item
-from jaxcb.config import EngineConfig
+from jaxcb.config import Backend, EngineConfig, Quantization
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
 from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler import PlanRow, Scheduler, SchedulerLimits, StepPlan
+from jaxcb.scheduler import Row, Scheduler, SchedulerLimits, StepPlan
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import InFlight, Runner
@@ -56,7 +56,7 @@ class NotingRunner:
         return in_flight
 
 
-def _note(row: PlanRow) -> LaunchedRow:
+def _note(row: Row) -> LaunchedRow:
     """To the plan, the last token of a prompt is a decode if it comes alone; to a reader it is a chunk."""
     decode = row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens
     return LaunchedRow(row.sequence.request.request_id, row.num_tokens, decode)
@@ -108,7 +108,16 @@ def exact_length(request_id: str, item: Item) -> Request:
 
 def engine_facts(model: str, config: EngineConfig) -> dict[str, Any]:
     """The device, the model, and what of a resolved config bears on speed."""
-    names = ("dtype", "backend", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_kv_pages", "run_ahead")
+    names = (
+        "dtype",
+        "quantization",
+        "backend",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "page_size",
+        "num_kv_pages",
+        "run_ahead",
+    )
     settings = {name: getattr(config, name) for name in names}
     return {"device": jax.devices()[0].device_kind, "model": model} | settings
 
@@ -118,7 +127,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     group = parser.add_argument_group("engine")
     group.add_argument("--model", metavar="DIR|ID|FILE.gguf", help="default: the built-in SmolLM2-135M-Instruct")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    group.add_argument("--backend", choices=("xla", "triton"), help="attention; default: by platform")
+    group.add_argument("--quantization", choices=get_args(Quantization), help="of the weights")
+    group.add_argument("--backend", choices=get_args(Backend), help="kernels; default: by platform")
     sizes: Mapping[str, str] = {
         "max_num_seqs": "most sequences in a step",
         "max_num_batched_tokens": "most tokens in a step",

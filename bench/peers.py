@@ -2,6 +2,8 @@
 
   python -m bench.peers                          starts python -m jaxcb.serve itself
   python -m bench.peers -- --max-num-seqs 16     the same with flags for the server
+  python -m bench.peers --backend native --backend xla
+                                                 ours twice, round by round in turn
   python -m bench.peers --url llama=http://127.0.0.1:8191 --start
                                                  that server and ours, round by round in turn
 
@@ -17,7 +19,7 @@ import contextlib
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from tqdm import tqdm
 
@@ -38,6 +40,7 @@ from bench.common import (
 )
 from bench.server import serving
 from bench.workload import COMMITTED, Item, Workload, read
+from jaxcb.config import Backend
 
 SINGLE_PROMPT, SINGLE_OUTPUT = 32, 128
 _COLUMNS = {
@@ -128,9 +131,12 @@ def main(argv: Sequence[str] | None = None) -> Result:
     facts = machine()
     with contextlib.ExitStack() as stack:
         servers = [Server(name, url, model or args.model or only_model(url)) for name, url, model in args.url]
-        if args.start or not servers:
-            url = stack.enter_context(serving(args.serve_flags))
-            servers.insert(0, Server("jaxcb", url, only_model(url)))
+        ours = [(f"jaxcb {name}", ["--backend", name]) for name in args.backend]
+        if not ours and (args.start or not servers):
+            ours = [("jaxcb", [])]
+        for place, (name, flags) in enumerate(ours):
+            url = stack.enter_context(serving([*args.serve_flags, *flags]))
+            servers.insert(place, Server(name, url, only_model(url)))
         if len({server.name for server in servers}) < len(servers):
             raise BenchError(f"two servers have the same name: {', '.join(server.name for server in servers)}")
         rounds = measure(servers, workload, num_rounds=args.rounds, seed=seed, progress=show_progress())
@@ -164,6 +170,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a running server; may be repeated",
     )
     parser.add_argument("--model", metavar="NAME", help="for servers that say none; default: the first they offer")
+    parser.add_argument(
+        "--backend",
+        choices=get_args(Backend),
+        action="append",
+        default=[],
+        help="start ours with this backend; may be repeated, the first is the one that ratios are of",
+    )
     parser.add_argument("--start", action="store_true", help="start ours too (without --url it is always started)")
     parser.add_argument(
         "--single", action="store_true", help=f"one request: {SINGLE_PROMPT} prompt tokens, {SINGLE_OUTPUT} new ones"

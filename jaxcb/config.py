@@ -12,7 +12,9 @@ from jaxcb.errors import ConfigError
 from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
-Backend = Literal["xla", "triton"]
+Backend = Literal["xla", "triton", "native"]
+LogprobsMode = Literal["raw", "processed"]
+Quantization = Literal["int8"]
 PAGE_SIZES = (8, 16, 32, 64, 128)
 _POSITIVE = (
     "max_model_len",
@@ -34,8 +36,10 @@ class EngineConfig(SchedulingKnobs):
         model: a Hugging Face directory, a hub id, a ``.gguf`` file, an Orbax checkpoint directory written by
             ``python -m jaxcb.weights convert``, or None for the built-in SmolLM2-135M-Instruct.
         revision: branch, tag or commit of a hub id.
-        dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs and on CPUs with AVX512-BF16, float32
-            elsewhere. Products accumulate in float32 in every case.
+        dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs, under the native CPU kernels and on
+            CPUs with AVX512-BF16, float32 elsewhere. Products accumulate in float32 in every case.
+        quantization: "int8" makes the weights int8 with a scale an output channel when they are loaded; dtype is then
+            that of the embedding and the KV cache. Needs the native backend.
         max_model_len: most tokens (prompt and answer) of a sequence. Default: the model's own limit, or what the KV
             cache holds if that is less.
         max_num_seqs: sequences in one step. Default 32 on a CPU, 256 on a GPU.
@@ -52,8 +56,13 @@ class EngineConfig(SchedulingKnobs):
         host_kv_gib: host memory in GiB for KV pages: of sequences that are swapped out, and of prefixes that the device
             had no room for. 0: none.
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
+        logprobs_mode: "raw": log-probabilities are those of the model's own logits; "processed": of what is drawn from,
+            after the penalties, the temperature and the filters.
+        event_log: a file to write every call of the scheduler to, from which ``python -m jaxcb.scheduler.replay`` makes
+            the same plans again: for bug reports. It holds the prompts as token ids.
         seed: folded into the seeds of requests that bring none.
-        backend: attention backend; None chooses by platform ("xla" on CPUs, "triton" on GPUs).
+        backend: who computes attention ("native": products too). None takes ``$JAXCB_BACKEND``, else triton on GPUs,
+            and on CPUs native where its kernels can be built and run, else xla.
         step_log: a file that gets a line of JSON a step (what it computed, how long it took), from which the simulator
             calibrates itself: ``jaxcb.sim.StepTimeModel.fit(file)``.
 
@@ -64,6 +73,7 @@ class EngineConfig(SchedulingKnobs):
     model: str | os.PathLike[str] | None = None
     revision: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -77,6 +87,8 @@ class EngineConfig(SchedulingKnobs):
     run_ahead: bool = True
     host_kv_gib: float = 0.0
     max_waiting: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    event_log: str | os.PathLike[str] | None = None
     seed: int = 0
     backend: Backend | None = None
     step_log: str | None = None
@@ -94,13 +106,16 @@ class EngineConfig(SchedulingKnobs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.model, os.PathLike):
-            self._set("model", os.fspath(self.model))
-        for name in ("model", "revision"):
+        for name in ("model", "event_log"):
+            if isinstance(getattr(self, name), os.PathLike):
+                self._set(name, os.fspath(getattr(self, name)))
+        for name in ("model", "revision", "event_log"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)
         _choice("dtype", self.dtype, get_args(DType))
+        _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
+        _choice("quantization", self.quantization, (None, *get_args(Quantization)))
         _choice("backend", self.backend, (None, *get_args(Backend)))
         for name in _POSITIVE:
             if getattr(self, name) is not None:

@@ -10,6 +10,7 @@ for output in generate(["The capital of France is"], SamplingParams(max_tokens=8
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import itertools
 import numbers
 import time
@@ -24,7 +25,7 @@ from jaxcb import validation
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine, OutputStream
 from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
-from jaxcb.request import Request, RequestOutput, SamplingParams
+from jaxcb.request import Request, RequestOutput, SamplingParams, best_choices
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or chat messages (dicts with "role" and "content", through the model's chat template)."""
@@ -43,7 +44,8 @@ def generate(
     engine: Engine | None = None,
     progress: bool = True,
 ) -> list[RequestOutput]:
-    """Continue every prompt; results in the order of the prompts.
+    """Continue every prompt; results in the order of the prompts. Where ``n`` is above 1 a result is the first answer,
+    and its ``choices`` are all of them.
 
     Arguments:
         prompts: one prompt or many.
@@ -65,19 +67,20 @@ def generate(
         for i, (prompt, params) in enumerate(zip(many, each, strict=True))
     ]
     outputs: list[RequestOutput] = []
-    open_streams: deque[OutputStream] = deque()
+    open_streams: deque[list[OutputStream]] = deque()
     left = iter(requests)
     try:
         with tqdm(total=len(requests), desc="generating", unit="prompt", disable=not progress) as bar:
             while len(outputs) < len(requests):
                 for request in itertools.islice(left, _OPEN_AT_ONCE - len(open_streams)):
-                    open_streams.append(engine.submit_blocking(request))
-                outputs.append(_last(open_streams[0]))
+                    open_streams.append(engine.submit_choices(request, blocking=True))
+                outputs.append(_answer([_last(choice) for choice in open_streams[0]], each[len(outputs)]))
                 open_streams.popleft()
                 bar.update()
     finally:
-        for stream_ in open_streams:
-            stream_.abort()
+        for choices in open_streams:
+            for choice in choices:
+                choice.abort()
     return outputs
 
 
@@ -192,6 +195,14 @@ def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, co
     if len(sampling) != count:
         raise RequestError(f"there are {count} prompts and {len(sampling)} sampling parameters", param="sampling")
     return list(sampling)
+
+
+def _answer(choices: list[RequestOutput], sampling: SamplingParams) -> RequestOutput:
+    """The first answer, which knows the others."""
+    if sampling.num_choices == 1:
+        return choices[0]
+    chosen = best_choices(choices, sampling)
+    return dataclasses.replace(chosen[0], choices=tuple(chosen))
 
 
 def _last(outputs: OutputStream) -> RequestOutput:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 
 from jaxcb import validation
 from jaxcb.errors import RequestError
+from jaxcb.logprobs import Logprobs
+from jaxcb.sampling_params import SamplingParams
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1000
-"""Characters of a stop string."""
-MAX_FORBIDDEN_IDS = 8
-"""Ids that one row can forbid at once (its end tokens while ``min_tokens`` is not reached)."""
-MAX_SEED = 2**63 - 1
+__all__ = ["FinishReason", "Request", "RequestOutput", "SamplingParams", "best_choices"]
 
 
 class FinishReason(enum.StrEnum):
@@ -28,76 +26,6 @@ class FinishReason(enum.StrEnum):
     """The client left or the engine was asked to drop the request."""
     ERROR = "error"
     """The engine failed while the request was running."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen and when to stop. Names and meanings follow vLLM's.
-
-    Arguments:
-        temperature: 0 (or anything below 1e-5) is greedy. Default 1.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of tokens whose probability reaches ``top_p``; in (0, 1].
-        seed: an integer makes the draw reproducible: token ``i`` depends on (seed, position) alone, never on the
-            neighbours in the batch. None draws a fresh seed for the request.
-        max_tokens: most tokens to generate; None means "up to the context limit".
-        min_tokens: end tokens and stop strings are ignored until this many tokens were generated.
-        stop: strings that end the generation; they are not part of the returned text.
-        stop_token_ids: ids that end the generation.
-        ignore_eos: go on after the model's end-of-sequence ids.
-        include_stop_str_in_output: keep the stop string that ended the generation in the text.
-        skip_special_tokens: leave special tokens out of the text.
-
-    Raises:
-        RequestError: a value is outside its range; ``.param`` names the field.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        self._set("stop", _strings("stop", self.stop))
-        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        self._set("temperature", validation.number("temperature", self.temperature, low=0.0, high=100.0))
-        self._set("top_p", validation.number("top_p", self.top_p, low=0.0, high=1.0))
-        self._set("top_k", validation.integer("top_k", self.top_k, low=-1))
-        self._set("min_tokens", validation.integer("min_tokens", self.min_tokens, low=0))
-        if self.top_p == 0.0:
-            raise RequestError("top_p must be in (0, 1], got 0", param="top_p")
-        if self.seed is not None:
-            self._set("seed", validation.integer("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED))
-        if self.max_tokens is not None:
-            self._set("max_tokens", validation.integer("max_tokens", self.max_tokens, low=1))
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens must be at most max_tokens, got {self.min_tokens} > {self.max_tokens}",
-                    param="min_tokens",
-                )
-        if len(self.stop_token_ids) > MAX_FORBIDDEN_IDS:
-            raise RequestError(
-                f"stop_token_ids holds {len(self.stop_token_ids)} ids, at most {MAX_FORBIDDEN_IDS} are supported",
-                param="stop_token_ids",
-            )
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            validation.boolean(name, getattr(self, name))
-
-    def _set(self, name: str, value: object) -> None:
-        """For __post_init__ alone: the checked value takes the place of the given one."""
-        object.__setattr__(self, name, value)
-
-    @property
-    def greedy(self) -> bool:
-        """True when the most likely token is taken and no random number is used."""
-        return self.temperature < 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +49,10 @@ class Request:
     """Seconds from the arrival within which the first token is wanted, under ``policy="deadline"``."""
     cache_salt: str = ""
     """Prefix pages are shared only between requests with the same salt."""
+    bad_word_ids: Sequence[Sequence[int]] = ()
+    """Token ids of ``sampling.bad_words``; the engine fills them in."""
+    dry_breaker_ids: Sequence[int] = ()
+    """Token ids of ``sampling.dry_sequence_breakers``; the engine fills them in."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
@@ -158,31 +90,43 @@ class RequestOutput:
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float | None = None
+    index: int = 0
+    """Which of the request's ``n`` answers this is."""
+    prompt_logprobs: Logprobs | None = None
+    """Of the prompt's tokens from the second on, if they were asked for; there from the first output on."""
+    logprobs_parts: Sequence[Logprobs] | None = dataclasses.field(default=None, repr=False)
+    new_logprobs_parts: Sequence[Logprobs] | None = dataclasses.field(default=None, repr=False)
+    choices: Sequence[RequestOutput] = dataclasses.field(default=(), repr=False)
+    """All ``n`` answers, on the first one that ``generate`` returns; empty where n is 1."""
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """Of ``token_ids``, if they were asked for."""
+        return None if self.logprobs_parts is None else Logprobs.concatenate(self.logprobs_parts)
 
-def _strings(name: str, value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
-        raise RequestError(f"{name} must be a string or a list of strings, got {validation.shown(value)}", param=name)
-    if len(value) > MAX_STOP_STRINGS:
-        raise RequestError(f"{name} holds {len(value)} strings, at most {MAX_STOP_STRINGS} are supported", param=name)
-    for text in value:
-        if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} must hold non-empty strings, got {validation.shown(text)}", param=name)
-        if len(text) > MAX_STOP_LENGTH:
-            raise RequestError(
-                f"{name} holds a string of {len(text)} characters, at most {MAX_STOP_LENGTH} are supported", param=name
-            )
-    return tuple(value)
+    @property
+    def new_logprobs(self) -> Logprobs | None:
+        """Of ``new_token_ids``, if they were asked for."""
+        return None if self.new_logprobs_parts is None else Logprobs.concatenate(self.new_logprobs_parts)
 
 
-def _ids(name: str, value: object) -> tuple[int, ...]:
-    ids = () if value is None else validation.token_ids(name, value)
-    return tuple(validation.integer(name, token, low=0, high=2**31 - 1) for token in ids)
+def best_choices(choices: Sequence[RequestOutput], sampling: SamplingParams) -> list[RequestOutput]:
+    """The ``n`` answers that a request is given back, by index: all, or with ``best_of`` the likeliest first (by mean
+    log-probability of a token, so that length doesn't decide)."""
+    if sampling.best_of is None:
+        return list(choices)
+    ranked = sorted(choices, key=_mean_logprob, reverse=True)[: sampling.n]
+    asked = sampling.logprobs is not None
+    return [
+        dataclasses.replace(choice, index=index, logprobs_parts=choice.logprobs_parts if asked else None)
+        for index, choice in enumerate(ranked)
+    ]
+
+
+def _mean_logprob(choice: RequestOutput) -> float:
+    logprobs = choice.logprobs
+    return float(logprobs.logprobs.mean()) if logprobs is not None and len(logprobs) else -math.inf

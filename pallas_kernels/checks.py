@@ -9,6 +9,7 @@ from jaxtyping import Array, Int32, Shaped
 KV_DTYPES = {
     "xla": ("float32", "bfloat16", "float16", "uint16"),
     "triton": ("float32", "bfloat16", "float16"),
+    "native": ("float32", "bfloat16", "float16", "uint16"),
 }
 """Page dtypes that a backend takes. uint16 holds the bits of bfloat16: XLA's CPU scatter into bfloat16 converts the
 whole array to float32 and back, into uint16 it writes the rows alone."""

@@ -13,10 +13,11 @@ import jax
 from jaxtyping import Array, Int32
 
 from pallas_kernels.checks import KV_DTYPES, require, require_array, require_page_size
+from pallas_kernels.native.ops import Tables
 from pallas_kernels.triton.tiles import QueryTiles, query_tiles
 from pallas_kernels.xla.work import WorkLists, work_lists
 
-Backend = Literal["xla", "triton"]
+Backend = Literal["xla", "triton", "native"]
 
 
 @jax.tree_util.register_dataclass
@@ -25,14 +26,14 @@ class AttentionMetadata:
     """One step's ragged batch, cut into the work of a backend.
 
     Arguments:
-        work: WorkLists for xla, QueryTiles for triton.
+        work: WorkLists for xla, QueryTiles for triton, Tables for native.
         num_tokens: T.
         page_size: positions in a page.
         window: positions that a query looks back on, itself included; None: all. The work lists skip what lies before
             the window, so layers that differ in it need one metadata each.
     """
 
-    work: WorkLists | QueryTiles
+    work: WorkLists | QueryTiles | Tables
     num_tokens: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
@@ -90,7 +91,7 @@ def attention_metadata(
     require(head_dim >= 1, "head_dim", "at least 1", head_dim)
     if decode_only:
         require(num_tokens == num_seqs, "num_tokens", f"the number of sequences ({num_seqs}) of decodes", num_tokens)
-    work: WorkLists | QueryTiles
+    work: WorkLists | QueryTiles | Tables
     if backend == "xla":
         work = work_lists(
             query_starts,
@@ -101,6 +102,8 @@ def attention_metadata(
             window=window,
             decode_only=decode_only,
         )
+    elif backend == "native":
+        work = Tables(query_starts, context_lens, block_tables)
     else:
         work = query_tiles(
             query_starts,

@@ -6,7 +6,7 @@ pytree of arrays whose first axis counts pages (quantised pages are two arrays).
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def copy_pages(
         ValueError: a shape or dtype can't be; the message names the argument.
     """
     backend = backend or default_backend()
-    require(backend in ("xla", "triton"), "backend", "None, xla or triton", repr(backend))
+    require(backend in get_args(Backend), "backend", f"None or one of {', '.join(get_args(Backend))}", repr(backend))
     _require_pages(kv)
     require_array(sources, "sources", (None,), dtypes=("int32",))
     require_array(destinations, "destinations", sources.shape, dtypes=("int32",))

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+from jaxcb import native
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine
 from jaxcb.generate import generate
 from jaxcb.request import SamplingParams
 from jaxcb.weights import load_params, resolve
+from jaxcb.weights.quantize import quantize
 from tests.step.forward import teacher_forced
 
 pytestmark = [pytest.mark.network, pytest.mark.xdist_group("golden")]
@@ -58,6 +60,22 @@ def test_greedy_tokens_in_bfloat16_differ_only_where_the_margin_is_small(builtin
         outputs = generate(ids, GREEDY, engine=engine, progress=False)
     for output, prompt in zip(outputs, golden["prompts"], strict=True):
         check_tokens(list(output.token_ids), prompt, margin=0.1)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype, quantized, closeness", [("float32", False, 1e-4), ("bfloat16", True, 1e-2)])
+def test_the_loss_on_the_native_kernels(builtin_model, golden, dtype, quantized, closeness):
+    """In float32 the stored one; with int8 weights the perplexity is within 1%."""
+    assert native.usable(None)
+    files = resolve(None)
+    spec = files.read_spec()
+    params = load_params(files, spec, jnp.dtype(dtype))
+    if quantized:
+        params = quantize(params)
+    ids = golden["nll"]["ids"]
+    log_probabilities = log_softmax(teacher_forced(spec, params, ids, chunk=256, backend="native"), -1)
+    loss = -np.mean(log_probabilities[np.arange(len(ids) - 1), ids[1:]], dtype=np.float64)
+    assert np.exp(loss - golden["nll"]["mean_nll"]) == pytest.approx(1.0, abs=closeness)
 
 
 def test_log_probabilities_and_the_loss_equal_the_stored_ones_in_float32(builtin_model, golden):

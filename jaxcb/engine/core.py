@@ -6,8 +6,10 @@ import time
 from collections import deque
 
 from jaxcb.engine.step_log import StepLog
+from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import Scheduler, TokenEvent
+from jaxcb.scheduler.sequence import Sequence, Status
 from jaxcb.step.runner import InFlight, Runner
 
 
@@ -28,6 +30,7 @@ class EngineCore:
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
         self._last_wait_s = 0.0
+        self._prompt_logprobs: dict[Sequence, dict[int, Logprobs]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -36,6 +39,10 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """See :meth:`Scheduler.add`."""
         self.scheduler.add(request)
+
+    def add_choices(self, requests: list[Request]) -> None:
+        """Several answers to one prompt: see :meth:`Scheduler.add_choices`."""
+        self.scheduler.add_choices(requests)
 
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         """End a request from outside; None if it has ended already."""
@@ -57,13 +64,51 @@ class EngineCore:
             oldest = self._in_flight.popleft()
             token_ids, ended_s = oldest.wait(), time.perf_counter()
             self._observe(oldest, ended_s)
+            self._collect_prompt_logprobs(oldest)
             events = self.scheduler.commit(oldest.plan, token_ids)
+            self._add_logprobs(oldest, events)
             if self.step_log is not None:
                 self.step_log.done(oldest, ended_s, more=self.has_work)
             return events
         return []
 
+    def _collect_prompt_logprobs(self, step: InFlight) -> None:
+        """By position: after a preemption the same ones come again."""
+        for piece in step.sampled.prompt:
+            pieces = self._prompt_logprobs.setdefault(piece.sequence, {})
+            pieces[piece.first] = piece.wait()
+
+    def _add_logprobs(self, step: InFlight, events: list[TokenEvent]) -> None:
+        """Put them beside the tokens that they belong to; those of a prompt beside the first one."""
+        if step.sampled.logprobs:
+            index = {row.sequence: i for i, row in enumerate(step.plan.rows)}
+            for i, event in enumerate(events):
+                if event.token_id is not None:
+                    sampling = event.sequence.request.sampling
+                    logprobs = step.sampled.logprobs_of(index[event.sequence], sampling, event.token_id)
+                    events[i] = event._replace(logprobs=logprobs)
+        if self._prompt_logprobs:
+            for i, event in enumerate(events):
+                if (pieces := self._prompt_logprobs.pop(event.sequence, None)) is not None:
+                    events[i] = event._replace(prompt_logprobs=_in_order(pieces))
+            self._prompt_logprobs = {
+                sequence: pieces
+                for sequence, pieces in self._prompt_logprobs.items()
+                if sequence.status is not Status.FINISHED
+            }
+
     def _observe(self, step: InFlight, ended_s: float) -> None:
         """The device took the step up when it was launched, or when it was done with the one before."""
         self.scheduler.observe(step.plan, ended_s - max(step.launched_s, self._last_wait_s))
         self._last_wait_s = ended_s
+
+
+def _in_order(pieces: dict[int, Logprobs]) -> Logprobs:
+    """Pieces by their first position, which may overlap: a preempted prompt was cut elsewhere the second time."""
+    parts, end = [], 0
+    for first in sorted(pieces):
+        piece = pieces[first]
+        if first + len(piece) > end:
+            parts.append(piece.take(slice(end - first, None)))
+            end = first + len(piece)
+    return Logprobs.concatenate(parts)

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxcb import validation
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
-from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
+from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.stream import OutputStream, deliver, running_loop
@@ -23,15 +23,21 @@ from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import FinishReason, Request
-from jaxcb.scheduler import Scheduler, TokenEvent
+from jaxcb.scheduler import TokenEvent
 from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
 from jaxcb.text import Tokenizer
+from jaxcb.text.words import bad_word_ids, breaker_ids
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
 from jaxcb.weights.cache import cache_dir
+from jaxcb.weights.quantize import quantize
 
 logger = logging.getLogger(__name__)
+
+
+SEED_STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of a request's answers (the odd constant of SplitMix64: no two of 2^64 fall together)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +60,17 @@ class Engine:
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
-        limits = limits_of(self.config, spec)
-        self._scheduler = Scheduler(limits, spec.eos_token_ids)
-        self._runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
+        if config.quantization is not None:
+            params = quantize(params)
+        self._scheduler = scheduler_of(self.config, spec)
+        self._runner = Runner(
+            spec,
+            params,
+            buckets_of(self.config),
+            shape_of(self.config),
+            backend_of(self.config),
+            processed_logprobs=self.config.logprobs_mode == "processed",
+        )
         self._step_log = None
         if self.config.step_log is not None:
             itemsize = params["embed"]["embedding"].dtype.itemsize
@@ -65,9 +79,11 @@ class Engine:
         self._random = random.Random(self.config.seed)
 
         self._wake = threading.Condition()
-        self._inbox: list[Request | _Ending] = []  # in the order of the calls, which matters when an id is used again
+        self._inbox: list[
+            list[Request] | _Ending
+        ] = []  # in the order of the calls, which matters when an id is used again
         # Inside the engine a request goes by a key of our own: a client may use its id again at once.
-        self._keys: dict[str, str] = {}
+        self._keys: dict[str, list[str]] = {}
         self._streams: dict[str, OutputStream] = {}
         self._num_submitted = 0
         self._accepting = True
@@ -105,51 +121,78 @@ class Engine:
     # ------------------------------------------------------------------ for callers
 
     def submit(self, request: Request) -> OutputStream:
-        """Queue a request; its results come out of the stream, which belongs to the running asyncio loop if there is
-        one, else to threads.
+        """Queue a request for one answer; its results come out of the stream, which belongs to the running asyncio
+        loop if there is one, else to threads.
 
         Raises:
-            RequestError: the request is impossible; nothing is kept of it.
+            RequestError: the request is impossible, or asks for several answers; nothing is kept of it.
             QueueFullError: ``max_waiting`` requests wait already.
             EngineStoppedError: the engine was shut down or has failed.
         """
-        return self._submit(request, running_loop())
+        _check_single(request)
+        return self._submit(request, running_loop())[0]
 
     def submit_blocking(self, request: Request) -> OutputStream:
         """As :meth:`submit`, for a caller that blocks even where an asyncio loop runs (a notebook cell, say)."""
-        return self._submit(request, None)
+        _check_single(request)
+        return self._submit(request, None)[0]
 
-    def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> OutputStream:
+    def submit_choices(self, request: Request, *, blocking: bool = False) -> list[OutputStream]:
+        """Queue a request for all its answers (``n``, or ``best_of``), a stream for each. They share the prompt's KV
+        and draw by seeds of their own. Errors as for :meth:`submit`; ``blocking`` as for :meth:`submit_blocking`."""
+        return self._submit(request, None if blocking else running_loop())
+
+    def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> list[OutputStream]:
         self.check_request(request)
+        request = self._with_words(request)
+        count = request.sampling.num_choices
         with self._wake:
             if not self._accepting:
                 raise EngineStoppedError(self._error or "the engine is shutting down")
             if request.request_id in self._keys:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
             limit = self.config.max_waiting
-            if limit is not None and (num_waiting := self._num_waiting()) >= limit:
+            if limit is not None and (num_waiting := self._num_waiting()) + count > limit:
                 raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
             request = self._with_seed(request)
             self._num_submitted += 1
-            key = f"{self._num_submitted}-{request.request_id}"
-            stream = OutputStream(request, functools.partial(self._end, key, FinishReason.ABORT), loop)
-            self._keys[request.request_id], self._streams[key] = key, stream
-            self._text.open(key, request)
-            self._inbox.append(dataclasses.replace(request, request_id=key))
+            self._keys[request.request_id] = keys = [
+                f"{self._num_submitted}-{index}-{request.request_id}" for index in range(count)
+            ]
+            choices, streams = [], []
+            for index, key in enumerate(keys):
+                choice = _choice(request, index)
+                stream = OutputStream(choice, functools.partial(self._end, key, FinishReason.ABORT), loop, index)
+                self._streams[key] = stream
+                self._text.open(key, choice)
+                choices.append(dataclasses.replace(choice, request_id=key))
+                streams.append(stream)
+            self._inbox.append(choices)
             self._wake.notify_all()
-        return stream
+        return streams
 
     def check_request(self, request: Request) -> None:
         """Raise RequestError if the request can never run. Keeps nothing."""
         self._scheduler.check_request(request)  # first: it bounds the number of tokens to look at
         validation.check_vocabulary("prompt", request.prompt_token_ids, self.spec.vocab_size)
-        validation.check_vocabulary("stop_token_ids", request.sampling.stop_token_ids, self.spec.vocab_size)
+        sampling = request.sampling
+        for name, ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
+            ("logit_bias", sampling.logit_bias or ()),
+        ):
+            validation.check_vocabulary(name, ids, self.spec.vocab_size)
+        if sampling.num_choices > self.max_choices:
+            raise RequestError(
+                f"{sampling.num_choices} answers are asked for, and at most {self.max_choices} sequences run at once",
+                param="n" if sampling.best_of is None else "best_of",
+            )
 
     def abort(self, request_id: str) -> None:
         """Drop a request. Its stream ends with ``FinishReason.ABORT``. Harmless if it has ended."""
         with self._wake:
-            key = self._keys.get(request_id)
-        if key is not None:
+            keys = list(self._keys.get(request_id, ()))
+        for key in keys:
             self._end(key, FinishReason.ABORT)
 
     def stats(self) -> EngineStats:
@@ -177,6 +220,13 @@ class Engine:
     def healthy(self) -> bool:
         """False once the step loop has failed or was shut down."""
         return self._error is None and not self._stopping
+
+    @property
+    def max_choices(self) -> int:
+        """Most answers of one request."""
+        limit = self.config.max_num_seqs
+        assert limit is not None  # the config is resolved
+        return limit
 
     @property
     def num_programs(self) -> int:
@@ -233,13 +283,15 @@ class Engine:
         self._emit(endings)
         return not stopping
 
-    def _take(self, item: Request | _Ending) -> TokenEvent | None:
+    def _take(self, item: list[Request] | _Ending) -> TokenEvent | None:
         if isinstance(item, _Ending):
             return self._core.finish(item.key, item.reason)
         try:
-            self._core.add(item)
+            self._core.add_choices(item)
         except RequestError as error:
-            self._text.put([TextEvent(item.request_id, None, FinishReason.ERROR, error=str(error))])
+            self._text.put(
+                [TextEvent(choice.request_id, None, FinishReason.ERROR, error=str(error)) for choice in item]
+            )
         return None
 
     def _emit(self, events: list[TokenEvent]) -> None:
@@ -253,6 +305,8 @@ class Engine:
                         event.stop_id,
                         event.sequence.num_cached_tokens,
                         event.sequence.num_preemptions,
+                        logprobs=event.logprobs,
+                        prompt_logprobs=event.prompt_logprobs,
                     )
                     for event in events
                 ]
@@ -274,7 +328,11 @@ class Engine:
                 batch.append((stream, update))
                 if update.finish_reason is not None:
                     self._finished[update.finish_reason.value] += 1
-                    del self._streams[key], self._keys[stream.request.request_id]
+                    del self._streams[key]
+                    keys = self._keys[stream.request.request_id]
+                    keys.remove(key)
+                    if not keys:
+                        del self._keys[stream.request.request_id]
             if not self._streams:
                 self._wake.notify_all()
         deliver(batch)
@@ -290,7 +348,18 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def _num_waiting(self) -> int:
-        return sum(isinstance(item, Request) for item in self._inbox) + self._scheduler.num_waiting
+        return sum(len(item) for item in self._inbox if isinstance(item, list)) + self._scheduler.num_waiting
+
+    def _with_words(self, request: Request) -> Request:
+        """With the token ids of what the sampler looks for."""
+        sampling = request.sampling
+        if not sampling.bad_words and not sampling.dry_multiplier:
+            return request
+        return dataclasses.replace(
+            request,
+            bad_word_ids=bad_word_ids(self.tokenizer, sampling.bad_words),
+            dry_breaker_ids=breaker_ids(self.tokenizer, sampling.dry_sequence_breakers),
+        )
 
     def _with_seed(self, request: Request) -> Request:
         """A request that brings no seed is given one, so that a preemption can't change its answer."""
@@ -298,3 +367,23 @@ class Engine:
             return request
         sampling = dataclasses.replace(request.sampling, seed=self._random.getrandbits(63))
         return dataclasses.replace(request, sampling=sampling)
+
+
+def _check_single(request: Request) -> None:
+    count = request.sampling.num_choices
+    if count > 1:
+        raise RequestError(
+            f"{count} answers are asked for, and this call gives one: use submit_choices",
+            param="n" if request.sampling.best_of is None else "best_of",
+        )
+
+
+def _choice(request: Request, index: int) -> Request:
+    """The request of one answer. Its seed follows from the request's and the index, so each can be had again."""
+    sampling = request.sampling
+    if sampling.num_choices == 1:
+        return request
+    seed = ((sampling.seed or 0) + index * SEED_STEP + 2**63) % 2**64 - 2**63  # the first has the request's own
+    wanted = sampling.logprobs if sampling.best_of is None else sampling.logprobs or 0  # to choose the best
+    own = dataclasses.replace(sampling, n=1, best_of=None, seed=seed, logprobs=wanted)
+    return dataclasses.replace(request, sampling=own)

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
+from jaxcb import native
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
-from jaxcb.scheduler import SchedulerLimits
+from jaxcb.scheduler import Scheduler, SchedulerLimits
+from jaxcb.scheduler.replay import RecordingScheduler
 from jaxcb.sizing import (
     GPU_WORKSPACE_BYTES,
     BatchLimits,
@@ -25,7 +27,7 @@ from jaxcb.sizing import (
 )
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
-from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.metadata import Backend
 
 T = TypeVar("T")
 CPU_KV_BYTES = 2**30
@@ -65,7 +67,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
         mixed_buckets=mixed_sizes(config, budget, on_cpu=on_cpu),
         num_kv_pages=pages,
         kv_cache_memory_bytes=pages * page_bytes,
-        backend=config.backend or default_backend(),
+        backend=_backend(config, spec, dtype),
     )
 
 
@@ -83,6 +85,14 @@ def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
         sliding_window=_widest_window(spec),
         cache_name=f"{config.model}@{config.revision}:{config.dtype}",
     )
+
+
+def scheduler_of(config: EngineConfig, spec: ModelSpec) -> Scheduler:
+    """The scheduler of a resolved config."""
+    limits = limits_of(config, spec)
+    if config.event_log is None:
+        return Scheduler(limits, spec.eos_token_ids)
+    return RecordingScheduler(limits, spec.eos_token_ids, file=open(config.event_log, "w", encoding="utf-8"))
 
 
 def _page_bytes(config: EngineConfig) -> int:
@@ -113,6 +123,17 @@ def buckets_of(config: EngineConfig) -> Buckets:
         decode_sizes=_set(config.decode_buckets),
         mixed_sizes=_set(config.mixed_buckets),
     )
+
+
+def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend:
+    backend = native.choose(config.backend, spec, dtype)
+    if config.quantization is not None and backend != "native":
+        raise ConfigError(
+            f"quantization {config.quantization} needs the native CPU backend, this engine has {backend} "
+            "(python -m jaxcb.native says why)",
+            param="quantization",
+        )
+    return backend
 
 
 def backend_of(config: EngineConfig) -> Backend:

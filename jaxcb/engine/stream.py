@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from types import TracebackType
 
+from jaxcb.logprobs import Logprobs
 from jaxcb.request import Request, RequestOutput
 from jaxcb.text.worker import TextUpdate
 
@@ -20,13 +21,17 @@ class OutputStream:
     cancelling the task that awaits it.
     """
 
-    def __init__(self, request: Request, abort: Callable[[], None], loop: asyncio.AbstractEventLoop | None):
-        self.request = request
+    def __init__(
+        self, request: Request, abort: Callable[[], None], loop: asyncio.AbstractEventLoop | None, index: int = 0
+    ):
+        self.request, self.index = request, index
         self.loop = loop
         self._abort = abort
         self._finished = False
         self._token_ids: list[int] = []
         self._text = ""
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: Logprobs | None = None
         self._pending: TextUpdate | None = None
         self._changed = threading.Condition()  # guards _pending where threads read; a loop's stream lives on one thread
         self._waiter: asyncio.Future[None] | None = None
@@ -99,6 +104,9 @@ class OutputStream:
         self._finished = update.finish_reason is not None
         self._token_ids = self._token_ids + update.token_ids  # a new list: the reader may keep, or change, the last one
         self._text += update.text
+        self._logprobs = self._logprobs + update.logprobs
+        self._prompt_logprobs = self._prompt_logprobs or update.prompt_logprobs
+        asked = self.request.sampling.logprobs is not None
         return RequestOutput(
             request_id=self.request.request_id,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -114,6 +122,10 @@ class OutputStream:
             arrival_s=self.request.arrival_s,
             first_token_s=update.first_token_s,
             finished_s=update.finished_s,
+            index=self.index,
+            logprobs_parts=self._logprobs if asked else None,
+            new_logprobs_parts=update.logprobs if asked else None,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 

@@ -7,6 +7,7 @@ with nothing worth keeping to the head. So reusable pages live as long as memory
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 
 TRASH_PAGE = 0
@@ -24,11 +25,12 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
         self.num_pages = num_pages
         self._on_evict = on_evict
-        self._refcount = [0] * (num_pages + 1)
+        # Arrays of C integers: the garbage collector need not walk them.
+        self._refcount = array("i", bytes(4 * (num_pages + 1)))
         self._reusable = bytearray(num_pages + 1)
         # The trash page is the sentinel of the ring: next[0] is the head, prev[0] the tail.
-        self._next = [*range(1, num_pages + 1), 0]
-        self._prev = [num_pages, *range(num_pages)]
+        self._next = array("i", (*range(1, num_pages + 1), 0))
+        self._prev = array("i", (num_pages, *range(num_pages)))
         self.num_free = num_pages
         """Pages that nobody refers to, those kept for reuse included."""
         self.num_reusable_free = 0

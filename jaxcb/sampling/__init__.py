@@ -3,6 +3,7 @@
 A tier is a compiled program; the host picks the cheapest that honours every row of the step.
 """
 
-from jaxcb.sampling.sampler import Tier, sample
+from jaxcb.sampling.controls import Controls
+from jaxcb.sampling.sampler import Draws, Tier, sample
 
-__all__ = ["Tier", "sample"]
+__all__ = ["Controls", "Draws", "Tier", "sample"]

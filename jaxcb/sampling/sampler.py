@@ -1,4 +1,4 @@
-"""Batched sampling of logits [S, V]: greedy, temperature, top-k, top-p, each row by its own parameters.
+"""Batched sampling of logits [S, V], each row by its own parameters.
 
 A row's draw depends on (seed, position) and its own logits alone. It is an inverse-CDF draw: one uniform number a row,
 and the first token whose cumulative weight passes it. Against Gumbel noise on all of [S, V] that is fifteen times
@@ -8,12 +8,22 @@ cheaper on a CPU, and the same distribution.
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxcb.sampling.threshold import kth_largest, mass_threshold
+from jaxcb.sampling.controls import Controls, adjust
+from jaxcb.sampling.truncation import (
+    exclude_top_choices,
+    keep_min_p,
+    keep_top_k,
+    keep_top_n_sigma,
+    keep_top_p,
+    keep_typical,
+)
 
 BLOCK = 128
 """Reductions over V run in two levels, over blocks of this many: XLA's CPU argmax over a whole row is scalar code."""
@@ -26,54 +36,76 @@ class Tier(enum.IntEnum):
     GREEDY = 0
     PLAIN = 1
     """Temperature."""
-    FULL = 2
-    """Temperature, top-k and top-p."""
+    TRUNCATED = 2
+    """Temperature, min-p, top-k and top-p."""
+    FULL = 3
+    """Everything, :class:`Controls` included."""
+
+
+class Draws(NamedTuple):
+    """How each row of a step draws. F: ids that a row can forbid."""
+
+    temperature: Float[Array, "S"]
+    """Below 1e-5 the row is greedy whatever the tier."""
+    top_k: Int[Array, "S"]
+    top_p: Float[Array, "S"]
+    min_p: Float[Array, "S"]
+    seeds: UInt[Array, "S 2"]
+    """Low and high half of a 64-bit seed."""
+    positions: Int[Array, "S"]
+    """Index, in its sequence, of the token that is sampled."""
+    forbidden: Int[Array, "S F"]
+    """Ids that this row can't take; -1 is none."""
 
 
 def sample(
-    logits: Float[Array, "S V"],
-    *,
-    tier: Tier,
-    temperature: Float[Array, "S"],
-    top_k: Int[Array, "S"],
-    top_p: Float[Array, "S"],
-    seeds: UInt[Array, "S 2"],
-    positions: Int[Array, "S"],
-    forbidden: Int[Array, "S F"],
-) -> Int[Array, "S"]:
-    """Token ids, one a row.
+    logits: Float[Array, "S V"], draws: Draws, *, tier: Tier, controls: Controls | None = None
+) -> tuple[Int[Array, "S"], Float[Array, "S V"]]:
+    """Token ids, one a row, and the logits that they were drawn from: after every change, -inf where left out.
 
-    Arguments:
-        temperature: below 1e-5 the row is greedy whatever the tier.
-        top_k: 0 keeps all. Tokens that tie with the k-th are kept.
-        top_p: applies to what top-k kept, renormalised; 1 keeps all. At least one token is kept.
-        seeds: low and high half of a 64-bit seed.
-        positions: index, in its sequence, of the token that is sampled.
-        forbidden: ids that this row can't take; -1 is none.
+    ``controls`` are read by ``Tier.FULL``, which needs them. Filters after the temperature work one on what the other
+    kept, in the order that :class:`jaxcb.sampling_params.SamplingParams` names.
     """
-    V = logits.shape[1]
-    logits = logits.astype(jnp.float32)
-    rows = jnp.arange(logits.shape[0])[:, None]
-    logits = logits.at[rows, jnp.where(forbidden < 0, V, forbidden)].set(-jnp.inf, mode="drop")
-    blocks = _in_blocks(logits)
-    best = _argmax(blocks)
-    if tier is Tier.GREEDY:
-        return best
-    greedy = temperature < GREEDY_BELOW
-    scaled = blocks / jnp.where(greedy, 1.0, temperature)[:, None, None]
-    weights = jnp.exp(scaled - scaled.max((1, 2), keepdims=True))  # in [0, 1], the likeliest token has 1
-    if tier is Tier.FULL:
-        weights = _restrict(weights, top_k, top_p, V)
-    drawn = _draw(weights, _uniform(seeds, positions))
-    return jnp.where(greedy, best, drawn)
-
-
-def _in_blocks(logits: Float[Array, "S V"]) -> Float[Array, "S N B"]:
     S, V = logits.shape
+    logits = logits.astype(jnp.float32)
+    if tier is Tier.FULL:
+        assert controls is not None, "the full tier reads controls"
+        logits = adjust(logits, controls, draws.positions)
+    rows = jnp.arange(S)[:, None]
+    logits = logits.at[rows, jnp.where(draws.forbidden < 0, V, draws.forbidden)].set(-jnp.inf, mode="drop")
+    best = _argmax(_in_blocks(logits))
+    if tier is Tier.GREEDY:
+        return best, logits
+    greedy = draws.temperature < GREEDY_BELOW
+    scaled = logits / jnp.where(greedy, 1.0, draws.temperature)[:, None]
+    uniform = _uniforms(draws.seeds, draws.positions)
+    if tier is Tier.PLAIN:
+        kept, weights = scaled, _weights(scaled)
+    else:
+        if controls is not None and tier is Tier.FULL:
+            scaled = keep_top_n_sigma(scaled, controls.top_n_sigma)
+        weights = keep_min_p(_weights(scaled), draws.min_p)
+        weights = keep_top_p(keep_top_k(weights, draws.top_k), draws.top_p)
+        if controls is not None and tier is Tier.FULL:
+            weights = keep_typical(weights, controls.typical_p)
+            weights = exclude_top_choices(weights, controls.xtc_probability, controls.xtc_threshold, uniform[:, 1])
+        kept = jnp.where(weights > 0.0, scaled, -jnp.inf)
+    drawn = jnp.minimum(_draw(_in_blocks(weights, 0.0), uniform[:, 0]), V - 1)
+    return jnp.where(greedy, best, drawn), jnp.where(greedy[:, None], logits, kept)
+
+
+def _weights(logits: Float[Array, "S V"]) -> Float[Array, "S V"]:
+    """In [0, 1]; the likeliest token has 1. All are 0 where nothing can be taken."""
+    largest = _in_blocks(logits).max((1, 2))[:, None]
+    return jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0.0))
+
+
+def _in_blocks(values: Float[Array, "S V"], padding: float = -jnp.inf) -> Float[Array, "S N B"]:
+    S, V = values.shape
     pad = -V % BLOCK
     if pad:
-        logits = jnp.pad(logits, ((0, 0), (0, pad)), constant_values=-jnp.inf)
-    return logits.reshape(S, -1, BLOCK)
+        values = jnp.pad(values, ((0, 0), (0, pad)), constant_values=padding)
+    return values.reshape(S, -1, BLOCK)
 
 
 def _argmax(blocks: Float[Array, "S N B"]) -> Int[Array, "S"]:
@@ -86,25 +118,14 @@ def _pick(blocks: Float[Array, "S N B"], index: Int[Array, "S"]) -> Float[Array,
     return jnp.take_along_axis(blocks, index[:, None, None], 1)[:, 0]
 
 
-def _restrict(
-    weights: Float[Array, "S N B"], top_k: Int[Array, "S"], top_p: Float[Array, "S"], V: int
-) -> Float[Array, "S N B"]:
-    """Zero the weights that top-k, then top-p, leave out."""
-    flat = weights.reshape(weights.shape[0], -1)
-    k = jnp.where((top_k <= 0) | (top_k > V), V, top_k)
-    flat = jnp.where(flat >= kth_largest(flat, k)[:, None], flat, 0.0)
-    flat = jnp.where(flat >= mass_threshold(flat, top_p)[:, None], flat, 0.0)
-    return flat.reshape(weights.shape)
+def _uniforms(seeds: UInt[Array, "S 2"], positions: Int[Array, "S"]) -> Float[Array, "S 2"]:
+    """Two numbers in [0, 1) a row, from its seed and position alone: one for the draw, one for XTC.
 
-
-def _uniform(seeds: UInt[Array, "S 2"], positions: Int[Array, "S"]) -> Float[Array, "S"]:
-    """One number in [0, 1) a row, from its seed and position alone."""
-
-    def one(seed: UInt[Array, "2"], position: Int[Array, ""]) -> Float[Array, ""]:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, position))
-
-    return jax.vmap(one)(seeds, positions)
+    One Threefry block (Salmon et al. 2011) a row: the seed is the key, the position the counter.
+    """
+    counters = jnp.stack([positions, jnp.zeros_like(positions)], 1).astype(jnp.uint32)
+    bits = jax.vmap(threefry_2x32)(seeds, counters)
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def _draw(weights: Float[Array, "S N B"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:

@@ -22,17 +22,19 @@ def kth_largest(values: Float[Array, "S V"], k: Int[Array, "S"]) -> Float[Array,
     return _search(values.shape[0], lambda t: jnp.sum(values >= t[:, None], -1) >= k)
 
 
-def mass_threshold(values: Float[Array, "S V"], share: Float[Array, "S"]) -> Float[Array, "S"]:
-    """The largest t for which the values >= t sum to at least ``share`` of the row's sum.
+def mass_threshold(
+    keys: Float[Array, "S V"], weights: Float[Array, "S V"], share: Float[Array, "S"]
+) -> Float[Array, "S"]:
+    """The largest t for which the weights whose key is >= t sum to at least ``share`` of the row's sum.
 
-    The row's largest value always stays, and share 1 keeps everything above zero.
+    Keys are >= 0. The row's largest key always stays, and share 1 keeps everything above zero.
     """
-    goal = jnp.maximum(share, SMALLEST_SHARE) * jnp.sum(values, -1)
+    goal = jnp.maximum(share, SMALLEST_SHARE) * jnp.sum(weights, -1)
 
     def reached(t: Float[Array, "S"]) -> Bool[Array, "S"]:
-        return jnp.sum(jnp.where(values >= t[:, None], values, 0.0), -1) >= goal
+        return jnp.sum(jnp.where(keys >= t[:, None], weights, 0.0), -1) >= goal
 
-    threshold = jnp.minimum(_search(values.shape[0], reached), values.max(-1))
+    threshold = jnp.minimum(_search(keys.shape[0], reached), keys.max(-1))
     return jnp.where(share >= 1.0, 0.0, threshold)
 
 

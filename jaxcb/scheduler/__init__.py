@@ -5,12 +5,14 @@ No jax comes in here: the same objects run under the engine and, with a virtual 
 
 from jaxcb.scheduler.knobs import SchedulerLimits, SchedulingKnobs, knob_values
 from jaxcb.scheduler.load import StepLoad, load_of
-from jaxcb.scheduler.plan import PlanRow, StepPlan, TokenEvent
+from jaxcb.scheduler.plan import DecodeRow, PlanRow, Row, StepPlan, TokenEvent
 from jaxcb.scheduler.scheduler import Scheduler
 from jaxcb.scheduler.sequence import Sequence, Status
 
 __all__ = [
+    "DecodeRow",
     "PlanRow",
+    "Row",
     "Scheduler",
     "SchedulerLimits",
     "SchedulingKnobs",

@@ -60,7 +60,7 @@ class Admission:
             else:
                 break
         self._queue.restore()
-        self._batch_is_forming = not budget.left and bool(self._queue)
+        self._batch_is_forming = bool(self._queue) and (not budget.left or budget.refused_long)
         return admitted
 
     @property

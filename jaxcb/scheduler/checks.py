@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jaxcb import validation
 from jaxcb.errors import RequestError
-from jaxcb.request import MAX_FORBIDDEN_IDS, Request
+from jaxcb.request import Request
+from jaxcb.sampling_params import MAX_FORBIDDEN_IDS
 from jaxcb.scheduler.knobs import SchedulerLimits
 
 MAX_NAME_LENGTH = 1000

@@ -14,7 +14,7 @@ from jaxcb.scheduler.knobs import SchedulerLimits
 from jaxcb.scheduler.sequence import Sequence
 
 NEVER = 2**62
-"""As ``num_registered_pages``: no page of this sequence becomes known. As ``next_edge``: nothing to do, ever."""
+"""As ``num_registered_pages``: no page of this sequence becomes known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SequenceMemory:
         )
         self.pool, self.host = self.cache.pool, self.cache.host
         self.free_slots = list(reversed(range(limits.num_slots)))
-        self.last_committed = -1
+        self.last_planned = self.last_committed = -1
         self.num_deferred_pages = 0
         """Pages that come back when a step in flight commits."""
         self._deferred: dict[int, list[tuple[list[int], int]]] = {}  # step -> pages and slots (-1: none) to free then
@@ -64,7 +64,8 @@ class SequenceMemory:
         limits, size = self.limits, self.limits.page_size
         num_tokens = len(sequence.token_ids)
         root = self.cache.root(sequence.salt)
-        match = self.cache.match(root, sequence.packed, num_tokens - 1)
+        reads_cache = sequence.request.sampling.prompt_logprobs is None  # they need the whole prompt computed
+        match = self.cache.match(root, sequence.packed, num_tokens - 1 if reads_cache else 0)
         shared, copy_of, behind, host_pages = match.pages, 0, 0, list[int]()
         num_computed = len(shared) * size
         parent = sequence.parent
@@ -74,7 +75,7 @@ class SequenceMemory:
             match = self.cache.match(root, sequence.packed, on_device, on_device=True)
             shared, host_pages = match.pages, sequence.host_pages[len(match.pages) + behind :]
             num_computed = sequence.num_swapped
-        elif parent is not None and parent.root == root and not parent.num_behind_window:
+        elif parent is not None and reads_cache and parent.root == root and not parent.num_behind_window:
             common = min(_common_length(sequence.packed, parent.packed), parent.num_computed, num_tokens - 1)
             if common > num_computed:
                 full = common // size
@@ -98,13 +99,14 @@ class SequenceMemory:
         self.forget_swapped(sequence)
         sequence.pages = pages + [TRASH_PAGE] * start.num_behind_window + new
         sequence.capacity = len(sequence.pages) * self.limits.page_size
+        sequence.pause_at = min(sequence.capacity, sequence.max_total_tokens - 1)
         sequence.slot = self.free_slots.pop()
-        sequence.num_computed = sequence.num_scheduled = start.num_computed
+        sequence.num_prefilled = sequence.num_scheduled = start.num_computed
+        sequence.num_at_admission = len(sequence.token_ids)
         sequence.num_behind_window, sequence.root = start.num_behind_window, self.cache.root(sequence.salt)
         sequence.num_registered_pages, sequence.prefix_node = len(start.match.pages), start.match.node
         if start.num_behind_window or not self.cache.enabled:
             sequence.num_registered_pages = NEVER  # the beginning is gone, so nobody could find what follows
-        self._set_next_edge(sequence)
 
     # ------------------------------------------------------------------ while it runs
 
@@ -113,20 +115,21 @@ class SequenceMemory:
         pages = self.pool.allocate(1)
         sequence.pages += pages
         sequence.capacity += self.limits.page_size
+        sequence.pause_at = min(sequence.capacity, sequence.max_total_tokens - 1)
         return pages
 
-    def page_is_full(self, sequence: Sequence) -> None:
-        """``num_computed`` has reached ``next_edge``: share what is full, give back what nobody looks at any more."""
-        if sequence.num_registered_pages is not NEVER:
+    def settle(self, sequence: Sequence) -> None:
+        """Share the pages that are full and computed, give back what nobody looks at any more, and say when to look
+        again."""
+        size, computed = self.limits.page_size, sequence.num_computed
+        if sequence.num_registered_pages < computed // size:
             self._register_pages(sequence)
         if self.limits.sliding_window is not None:
             self._return_behind_window(sequence, self.limits.sliding_window)
-        self._set_next_edge(sequence)
-
-    def _set_next_edge(self, sequence: Sequence) -> None:
-        size = self.limits.page_size
-        idle = sequence.num_registered_pages is NEVER and self.limits.sliding_window is None
-        sequence.next_edge = NEVER if idle else (sequence.num_computed // size + 1) * size
+        if sequence.num_registered_pages is NEVER and self.limits.sliding_window is None:
+            sequence.look_at = sequence.max_total_tokens
+        else:
+            sequence.look_at = min((computed // size + 1) * size + 1, sequence.max_total_tokens)
 
     def _register_pages(self, sequence: Sequence) -> None:
         """Make the pages that are full and computed known to the prefix cache."""
@@ -164,15 +167,16 @@ class SequenceMemory:
         self.give_back(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
-        """Free pages and slot, or leave it to the commit of the last step that names them."""
+        """Free pages and slot, or leave it to the commit of the newest step, which may name them."""
         pages, slot = _leaves_first(sequence, range(len(sequence.pages))), sequence.slot
         sequence.pages, sequence.slot, sequence.capacity = [], -1, 0
-        sequence.generation += 1
-        sequence.num_scheduled = sequence.num_computed = sequence.num_registered_pages = 0
+        sequence.num_scheduled = sequence.num_prefilled = sequence.num_registered_pages = 0
         sequence.num_behind_window, sequence.root = 0, None
         sequence.twins = {}
-        if sequence.last_step > self.last_committed:
-            self._deferred.setdefault(sequence.last_step, []).append((pages, slot))
+        sequence.decoding = False
+        sequence.last_step, sequence.valid_from = self.last_planned, self.last_planned + 1
+        if self.last_planned > self.last_committed:
+            self._deferred.setdefault(self.last_planned, []).append((pages, slot))
             self.num_deferred_pages += len(pages)
         else:
             self._free(pages, slot)

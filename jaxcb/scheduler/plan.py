@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Array
+from typing import ClassVar, NamedTuple
 
+from jaxcb.logprobs import Logprobs
 from jaxcb.paging import PageMoves
 from jaxcb.request import FinishReason
 from jaxcb.scheduler.sequence import Sequence
 
 IN_FLIGHT = -1
 """Token id of "what this slot sampled last step": the host doesn't know it yet, the device does."""
+
+_NEXT = (IN_FLIGHT,)  # tuples of integers cost the garbage collector nothing, lists do
 
 Sampled = int | list[int]
 """What a row sampled: a token, or with drafts the accepted ones and the token after them."""
@@ -28,8 +32,6 @@ class PlanRow:
     """
 
     sequence: Sequence
-    generation: int
-    """The sequence's generation when the row was planned."""
     slot: int
     token_ids: Array[int]
     start: int
@@ -52,12 +54,38 @@ class PlanRow:
         return self.start + len(self.token_ids)
 
 
+class _Decode(NamedTuple):
+    sequence: Sequence
+    slot: int
+    start: int
+
+
+class DecodeRow(_Decode):
+    """The usual PlanRow, of a sequence that goes on from the token in its slot and has the page for it. There is one
+    for every token that is generated, so it holds only what differs."""
+
+    __slots__ = ()
+    token_ids: ClassVar[Array[int]] = _NEXT
+    num_tokens: ClassVar[int] = 1
+    samples: ClassVar[bool] = True
+    first_new_page: ClassVar[int] = 0
+    new_pages: ClassVar[Array[int]] = ()
+    num_drafts: ClassVar[int] = 0
+
+    @property
+    def context_len(self) -> int:
+        return self.start + 1
+
+
+Row = PlanRow | DecodeRow
+
+
 @dataclasses.dataclass(slots=True)
 class StepPlan:
     """One step: decodes first, then chunks. ``rows`` is never empty."""
 
     step: int
-    rows: list[PlanRow]
+    rows: Array[Row]
     num_tokens: int
     num_decodes: int
     """Rows that continue an answer by one token, or by one and its drafts. Chunks follow."""
@@ -71,8 +99,7 @@ class StepPlan:
         return self.num_decodes == len(self.rows) and not self.num_drafts
 
 
-@dataclasses.dataclass(slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A committed token, or the end of a sequence without one (``token_id`` None)."""
 
     sequence: Sequence
@@ -80,3 +107,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_id: int | None = None
     """The id that ended the sequence, if it was one of the request's ``stop_token_ids``."""
+    logprobs: Logprobs | None = None
+    """Of this token, if the request asks for them; the engine's core adds them."""
+    prompt_logprobs: Logprobs | None = None
+    """Of the prompt from its second token on, with the first token."""

@@ -31,7 +31,7 @@ from jaxcb.scheduler.checks import check_request
 from jaxcb.scheduler.chunks import Chunk, PromptBudget, prompt_tokens
 from jaxcb.scheduler.knobs import SchedulerLimits
 from jaxcb.scheduler.memory import SequenceMemory
-from jaxcb.scheduler.plan import IN_FLIGHT, PlanRow, Sampled, StepPlan, TokenEvent
+from jaxcb.scheduler.plan import IN_FLIGHT, DecodeRow, PlanRow, Row, Sampled, StepPlan, TokenEvent
 from jaxcb.scheduler.policy import LengthPredictor, TenantClock, View, policy_of
 from jaxcb.scheduler.preempt import choose_outranked, choose_victim, should_swap
 from jaxcb.scheduler.queue import WaitingQueue
@@ -41,8 +41,7 @@ from jaxcb.scheduler.step_time import StepTimeFit
 Drafter = Callable[[Sequence, int], Array[int]]
 """Guesses at most so many next tokens of a sequence, from its ``token_ids``."""
 
-RUNNING, FINISHED = Status.RUNNING, Status.FINISHED  # a global is found faster than a member of an enum
-_NEXT = (IN_FLIGHT,)  # tuples of integers cost the garbage collector nothing, lists do
+_new = tuple.__new__  # of a named tuple: half the time of its own constructor
 
 
 @dataclasses.dataclass
@@ -101,7 +100,10 @@ class Scheduler:
             limits.preemption == "auto" and limits.num_host_pages > 0
         )
         self._num_added = 0
-        self._next_step = 0
+        self._decoding: list[Sequence] = []
+        self._prompts: list[Sequence] = []
+        self._sort_again = False
+        """``_running`` or what its sequences do has changed since it was sorted into these two."""
 
     # ------------------------------------------------------------------ requests
 
@@ -236,63 +238,59 @@ class Scheduler:
         """Decide the next step; None if nothing can be computed before a step in flight commits."""
         if self._policy.preempts and self._queue:
             self._make_way()
-        decodes, prompts, num_pages_needed = self._sort_running()
+        decodes, prompts = self._sort_running()
         preempted = False
-        rows: list[PlanRow] = []
+        rows: list[Row] = []
         chunks: list[Chunk] = []
         if self.limits.prefill_first:
-            chunks = self._divide(prompts, 0, admit=True, num_pages_owed=num_pages_needed)
+            chunks = self._divide(prompts, 0, admit=True, num_pages_owed=_num_pages_needed(decodes))
         if not chunks:
-            if num_pages_needed > self.pool.num_free and self._reserve(decodes):
-                preempted = True
-                decodes = [sequence for sequence in decodes if sequence.status is RUNNING]
-                prompts = [sequence for sequence in prompts if sequence.status is RUNNING]
-            rows = self._decode(decodes) if self._drafter is None else self._decode_with_drafts(decodes)
-        num_decodes, num_drafts = len(rows), sum([row.num_drafts for row in rows]) if self._drafter else 0
-        num_tokens = num_decodes + num_drafts
+            preempted = self._reserve(decodes)
+            if preempted:
+                decodes, prompts = self._sort_running()
+            if self._drafter is not None:  # guesses are made from what is known
+                decodes = [s for s in decodes if s.num_scheduled < len(s.token_ids)]
+            rows = self._decode(decodes)
+        num_decodes = len(rows)
         if (prompts or self._queue) and not self.limits.prefill_first:
-            chunks = self._divide(prompts, num_tokens, admit=not preempted)
-        for chunk in chunks:
-            rows.append(self._chunk_row(chunk))
-            num_tokens += chunk.num_tokens
+            chunks = self._divide(prompts, num_decodes, admit=not preempted)
+        num_tokens = num_decodes + sum([chunk.num_tokens for chunk in chunks])
+        num_drafts = self._add_drafts(rows, self.limits.max_num_batched_tokens - num_tokens) if self._drafter else 0
+        rows += [self._chunk_row(chunk) for chunk in chunks]
         if not rows:
             # If nothing is in flight, the one that was preempted can take up the pages that it gave back.
-            return self.plan() if preempted and not self._memory.num_deferred_pages else None
-        step, self._next_step = self._next_step, self._next_step + 1
-        return StepPlan(step, rows, num_tokens, num_decodes, num_drafts, self.cache.take_moves())
+            return Scheduler.plan(self) if preempted and not self._memory.num_deferred_pages else None
+        self._memory.last_planned += 1
+        moves = self.cache.take_moves()
+        return StepPlan(self._memory.last_planned, rows, num_tokens + num_drafts, num_decodes, num_drafts, moves)
 
     def commit(self, plan: StepPlan, sampled: Array[Sampled]) -> list[TokenEvent]:
         """Learn the tokens of the oldest planned step that has not committed; ``sampled[i]`` belongs to row ``i``.
 
         It is a list where the row has drafts: those that were accepted, and the token after them.
+
+        This runs for every token that is generated: no call, no property, no allocation but the event.
         """
-        memory = self._memory
-        if plan.step != memory.last_committed + 1:
-            raise RuntimeError(f"step {plan.step} commits after step {memory.last_committed}: steps commit in order")
+        memory, step = self._memory, plan.step
+        if step != memory.last_committed + 1:
+            raise RuntimeError(f"step {step} commits after step {memory.last_committed}: steps commit in order")
+        if len(sampled) != len(plan.rows):
+            raise ValueError(f"step {step} has {len(plan.rows)} rows, got tokens for {len(sampled)}")
         events: list[TokenEvent] = []
-        for row, token_id in zip(plan.rows, sampled, strict=True):
+        for row, token_id in zip(plan.rows[: plan.num_decodes], sampled, strict=False):
             sequence = row.sequence
-            if sequence.status is FINISHED:
-                continue  # it ended while this step ran: the token is discarded
-            if isinstance(token_id, list):
-                self._commit_drafts(row, token_id, events)
+            if sequence.valid_from > step or row.num_drafts:
+                self._commit_late_or_many(row, step, token_id, events)
                 continue
-            if row.generation == sequence.generation:
-                computed = sequence.num_computed = row.start + len(row.token_ids)
-                if computed >= sequence.next_edge:
-                    memory.page_is_full(sequence)
-            if row.samples:
-                token_ids = sequence.token_ids
-                token_ids.append(token_id)
-                event = TokenEvent(sequence, token_id)
-                events.append(event)
-                if token_id in sequence.end_ids or len(token_ids) >= sequence.max_total_tokens:
-                    self._end(event)
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)  # type: ignore[arg-type]  # a row without drafts has one token
+            events.append(_new(TokenEvent, (sequence, token_id, None, None)))
+            if token_id in sequence.end_ids or len(token_ids) >= sequence.look_at:
+                self._look_at(sequence, events)
+        for row, token_id in zip(plan.rows[plan.num_decodes :], sampled[plan.num_decodes :], strict=True):
+            self._commit_chunk(row, step, token_id, events)
         self.counters.generated_tokens += len(events)
-        for row in plan.rows[plan.num_decodes :]:
-            if row.sequence.followers and row.sequence.num_computed >= row.sequence.num_prompt_tokens:
-                self._let_followers_go(row.sequence)
-        memory.committed(plan.step)
+        memory.committed(step)
         return events
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -309,7 +307,8 @@ class Scheduler:
         assert len(self._running) <= self.limits.max_num_seqs
         for sequence in self._running.values():
             assert sequence.status is Status.RUNNING
-            assert 0 <= sequence.num_computed <= sequence.num_scheduled <= sequence.num_predicted
+            assert 0 <= sequence.num_computed <= sequence.num_scheduled
+            assert sequence.decoding or sequence.num_scheduled < len(sequence.token_ids)
             assert sequence.num_scheduled <= sequence.capacity == len(sequence.pages) * self.limits.page_size
             assert len(sequence.token_ids) < sequence.max_total_tokens
             assert not sequence.host_pages and not sequence.num_swapped
@@ -318,22 +317,13 @@ class Scheduler:
 
     # ------------------------------------------------------------------ inside a plan
 
-    def _sort_running(self) -> tuple[list[Sequence], list[Sequence], int]:
-        """Those that decode, those with prompt tokens to compute, and how many of the former need a page."""
-        decodes: list[Sequence] = []
-        prompts: list[Sequence] = []
-        num_pages_needed = 0
-        for sequence in self._running.values():
-            scheduled = sequence.num_scheduled
-            remaining = sequence.num_predicted - scheduled
-            if remaining == 1:
-                if sequence.num_predicted < sequence.max_total_tokens:
-                    decodes.append(sequence)
-                    if scheduled == sequence.capacity:
-                        num_pages_needed += 1
-            elif remaining:
-                prompts.append(sequence)
-        return decodes, prompts, num_pages_needed
+    def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that decode, and those that take chunks."""
+        if self._sort_again:
+            self._sort_again = False
+            self._decoding = [sequence for sequence in self._running.values() if sequence.decoding]
+            self._prompts = [sequence for sequence in self._running.values() if not sequence.decoding]
+        return self._decoding, self._prompts
 
     def _make_way(self) -> None:
         """Preempt running work of a lower priority if the head of the queue can't be admitted beside it."""
@@ -354,60 +344,58 @@ class Scheduler:
         Pages of a victim whose step is in flight come back only when that step commits. They count here, so that
         one shortage takes no more victims than it must; decodes that they are needed for skip this step.
         """
+        memory = self._memory
+        if len(decodes) <= self.pool.num_free:
+            return False
         preempted = False
-        while True:
-            needed = 0
-            for sequence in decodes:
-                if sequence.num_scheduled == sequence.capacity and sequence.status is RUNNING:
-                    needed += 1
-            if needed <= self.pool.num_free + self._memory.num_deferred_pages:
-                return preempted
+        needed = _num_pages_needed(decodes)
+        while needed > self.pool.num_free + memory.num_deferred_pages:
             self._preempt(choose_victim(self._running.values(), self.limits, self._policy))
             preempted = True
+            needed = _num_pages_needed(decodes)
+        return preempted
 
-    def _decode(self, decodes: list[Sequence]) -> list[PlanRow]:
+    def _decode(self, decodes: list[Sequence]) -> list[Row]:
         """A row of one token for each. One that needs a page is left out while none is free.
 
         This runs for every token that is generated: no call, no property, no allocation but the row.
         """
-        rows: list[PlanRow] = []
-        step = self._next_step
-        for sequence in decodes[: self.limits.max_num_batched_tokens]:
+        rows: list[Row] = []
+        budget = self.limits.max_num_batched_tokens
+        for sequence in decodes:
             start = sequence.num_scheduled
-            token_ids = sequence.token_ids
-            tokens = (token_ids[start],) if start < len(token_ids) else _NEXT
-            if start == sequence.capacity:
-                if not self.pool.num_free:
-                    continue
+            if start < sequence.pause_at:
+                rows.append(_new(DecodeRow, (sequence, sequence.slot, start)))
+            elif start == sequence.capacity and self.pool.num_free and start < sequence.max_total_tokens - 1:
                 first, pages = len(sequence.pages), self._memory.grow(sequence)
-                rows.append(PlanRow(sequence, sequence.generation, sequence.slot, tokens, start, True, first, pages))
+                rows.append(PlanRow(sequence, sequence.slot, (IN_FLIGHT,), start, True, first, pages))
             else:
-                rows.append(PlanRow(sequence, sequence.generation, sequence.slot, tokens, start, True))
+                continue
             sequence.num_scheduled = start + 1
-            sequence.num_predicted += 1
-            sequence.last_step = step
+            budget -= 1
+            if not budget:
+                break
         return rows
 
-    def _decode_with_drafts(self, decodes: list[Sequence]) -> list[PlanRow]:
-        """As :meth:`_decode`, with guesses where budget and pages are left for them after every decode's own token."""
+    def _add_drafts(self, rows: list[Row], budget: int) -> int:
+        """Extend decodes by guesses, where budget and pages are left by everything else. Returns how many."""
         assert self._drafter is not None
-        known = [sequence for sequence in decodes if sequence.num_scheduled < len(sequence.token_ids)]
-        rows = self._decode(known)
-        budget = self.limits.max_num_batched_tokens - len(rows)
-        for row in rows:
+        left = budget
+        for i, row in enumerate(rows):
             sequence = row.sequence
             room = sequence.max_total_tokens - len(sequence.token_ids) - 1
-            most = min(self._num_draft_tokens, budget, room)
+            most = min(self._num_draft_tokens, left, room)
             drafts = list(self._drafter(sequence, most))[:most] if most > 0 else []
+            if not drafts:
+                continue
+            first, pages = row.first_new_page or len(sequence.pages), list(row.new_pages)
             while sequence.capacity < row.start + 1 + len(drafts) and self.pool.num_free:
-                first, pages = len(sequence.pages), self._memory.grow(sequence)
-                row.first_new_page, row.new_pages = row.first_new_page or first, [*row.new_pages, *pages]
+                pages += self._memory.grow(sequence)
             drafts = drafts[: sequence.capacity - row.start - 1]
-            if drafts:
-                row.token_ids, row.num_drafts = [*row.token_ids, *drafts], len(drafts)
-                sequence.num_predicted -= 1  # the commit says how many tokens it brought
-                budget -= len(drafts)
-        return rows
+            tokens = [IN_FLIGHT, *drafts]
+            rows[i] = PlanRow(sequence, row.slot, tokens, row.start, True, first, pages, num_drafts=len(drafts))
+            left -= len(drafts)
+        return budget - left
 
     def _divide(
         self, prompts: list[Sequence], num_decode_tokens: int, *, admit: bool, num_pages_owed: int = 0
@@ -440,16 +428,13 @@ class Scheduler:
     def _chunk_row(self, chunk: Chunk) -> PlanRow:
         sequence, start = chunk.sequence, chunk.sequence.num_scheduled
         end = start + chunk.num_tokens
-        token_ids = sequence.token_ids[start:end]
-        if len(token_ids) < chunk.num_tokens:
-            token_ids.append(IN_FLIGHT)
-        samples = end == sequence.num_predicted
-        row = PlanRow(sequence, sequence.generation, sequence.slot, token_ids, start, samples)
+        samples = end == len(sequence.token_ids)
+        row = PlanRow(sequence, sequence.slot, sequence.token_ids[start:end], start, samples)
         if chunk.is_new:
             row.new_pages = list(sequence.pages)  # the slot's table still holds its last owner's
         sequence.num_scheduled = end
-        sequence.num_predicted += samples
-        sequence.last_step = self._next_step
+        sequence.decoding = samples
+        self._sort_again |= samples or chunk.is_new
         return row
 
     def _count_admission(self, sequence: Sequence) -> None:
@@ -463,34 +448,57 @@ class Scheduler:
 
     # ------------------------------------------------------------------ inside a commit
 
-    def _commit_drafts(self, row: PlanRow, token_ids: list[int], events: list[TokenEvent]) -> None:
-        """The accepted guesses and the token after them. KV of rejected ones is written over by what comes next."""
+    def _commit_chunk(self, row: Row, step: int, token_id: Sampled, events: list[TokenEvent]) -> None:
         sequence = row.sequence
-        self.counters.draft_tokens += row.num_drafts
-        self.counters.draft_tokens_accepted += len(token_ids) - 1
-        for token_id in token_ids:
-            sequence.token_ids.append(token_id)
-            events.append(TokenEvent(sequence, token_id))
-            self._end(events[-1])
-            if sequence.status is FINISHED:
-                return
-        sequence.num_predicted = len(sequence.token_ids)
-        if row.generation == sequence.generation:
-            sequence.num_computed = sequence.num_scheduled = row.start + len(token_ids)
-            if sequence.num_computed >= sequence.next_edge:
-                self._memory.page_is_full(sequence)
+        if sequence.status is Status.FINISHED:
+            return  # it ended while this step ran: the token is discarded
+        if sequence.valid_from <= step:
+            sequence.num_prefilled = row.context_len
+            self._memory.settle(sequence)
+            if sequence.followers and sequence.num_prefilled >= sequence.num_prompt_tokens:
+                self._let_followers_go(sequence)
+        if row.samples:
+            assert isinstance(token_id, int)
+            self._append(sequence, token_id, events)
 
-    def _end(self, event: TokenEvent) -> None:
-        """End the sequence if the token is an end token, or the last that fits."""
-        sequence, token_id = event.sequence, event.token_id
+    def _commit_late_or_many(self, row: Row, step: int, token_ids: Sampled, events: list[TokenEvent]) -> None:
+        """A decode whose sequence has ended or given its pages back since, or which verified guesses.
+
+        KV of rejected guesses is written over by what comes next.
+        """
+        sequence = row.sequence
+        many = [token_ids] if isinstance(token_ids, int) else token_ids
+        self.counters.draft_tokens += row.num_drafts
+        self.counters.draft_tokens_accepted += len(many) - 1
+        for token_id in many:
+            if sequence.status is Status.FINISHED:
+                return
+            self._append(sequence, token_id, events)
+        if sequence.valid_from <= step:
+            sequence.num_scheduled = len(sequence.token_ids) - 1
+            self._memory.settle(sequence)
+
+    def _look_at(self, sequence: Sequence, events: list[TokenEvent]) -> None:
+        """A page is full, or the last event's token may end its sequence."""
+        self._memory.settle(sequence)
+        self._end(events)
+
+    def _append(self, sequence: Sequence, token_id: int, events: list[TokenEvent]) -> None:
+        sequence.token_ids.append(token_id)
+        events.append(TokenEvent(sequence, token_id))
+        self._end(events)
+
+    def _end(self, events: list[TokenEvent]) -> None:
+        """End the last event's sequence if its token is an end token, or the last that fits."""
+        sequence, token_id = events[-1][:2]
         sampling = sequence.request.sampling
         if token_id in sequence.end_ids and sequence.num_generated > sampling.min_tokens:
-            event.finish_reason = FinishReason.STOP
-            event.stop_id = token_id if token_id in sampling.stop_token_ids else None
+            stop_id = token_id if token_id in sampling.stop_token_ids else None
+            events[-1] = TokenEvent(sequence, token_id, FinishReason.STOP, stop_id)
         elif len(sequence.token_ids) >= sequence.max_total_tokens:
-            event.finish_reason = FinishReason.LENGTH
-        if event.finish_reason is not None:
-            self._retire(sequence, event.finish_reason)
+            events[-1] = TokenEvent(sequence, token_id, FinishReason.LENGTH)
+        if (reason := events[-1].finish_reason) is not None:
+            self._retire(sequence, reason)
 
     # ------------------------------------------------------------------ a sequence's life
 
@@ -502,8 +510,8 @@ class Scheduler:
         return self._queue.get(request_id) or self._running.get(request_id)
 
     def _end_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        own = frozenset(sampling.stop_token_ids)
-        return own if sampling.ignore_eos else own | self._eos_ids
+        others = frozenset() if sampling.ignore_eos else self._eos_ids
+        return others.union(sampling.stop_token_ids) if sampling.stop_token_ids else others  # most share one set
 
     def _queue_up(self, request: Request, parent: Sequence | None, *, held_back: bool) -> Sequence:
         limits, max_tokens = self.limits, request.sampling.max_tokens
@@ -525,6 +533,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages. It comes back first, and computes its tokens again or takes its KV back."""
         del self._running[sequence.request.request_id]
+        self._sort_again = True
         self.counters.preemptions += 1
         sequence.num_preemptions += 1
         if should_swap(sequence, self.limits, self._memory, self.step_time):
@@ -539,6 +548,7 @@ class Scheduler:
     def _retire(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is Status.RUNNING:
             del self._running[sequence.request.request_id]
+            self._sort_again = True
             self._memory.give_back(sequence)
         else:
             self._queue.remove(sequence)
@@ -576,3 +586,12 @@ class Scheduler:
         if sequence.start_of_turn is None:
             sequence.start_of_turn = self._tenants.book(sequence)
         return sequence.start_of_turn
+
+
+def _num_pages_needed(decodes: list[Sequence]) -> int:
+    """Pages without which some decodes can't go on."""
+    needed = 0
+    for sequence in decodes:
+        if sequence.num_scheduled == sequence.capacity and sequence.decoding:
+            needed += sequence.capacity < sequence.max_total_tokens - 1
+    return needed

@@ -4,8 +4,10 @@
     computed   num_computed     positions whose KV is in the pages for certain (their step was committed)
     scheduled  num_scheduled    positions whose KV is in the pages or is being written by a step in flight
 
-There are no phases: a step takes a sequence from ``num_scheduled`` towards ``num_predicted``, by one position (a
-decode) or by many (a chunk of its prompt). Only a step that reaches ``num_predicted`` samples a token.
+A step takes a sequence from ``num_scheduled`` towards its last token. While more than one position is left, or the
+tokens were not computed in the slot that it has now, steps take chunks. The chunk that reaches the last token samples
+the next one, and from then on the sequence is ``decoding``: one position a step, from the token that the device has in
+the slot, known to the host or not.
 """
 
 from __future__ import annotations
@@ -40,15 +42,20 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
 
-    num_predicted: int = 0
-    """Committed tokens and those that steps in flight will add: it grows when a step is planned that samples. A step
-    with drafts adds an unknown number, so it grows when that commits, and the sequence waits for it."""
     num_scheduled: int = 0
-    num_computed: int = 0
+    num_prefilled: int = 0
+    """``num_computed`` before the first token since its admission is committed."""
+    num_at_admission: int = 0
+    """Committed tokens when it was admitted."""
+    decoding: bool = False
+    pause_at: int = 0
+    """Position at which a decode can't just go on: it needs a page, or its last token is in flight."""
+    look_at: int = 0
+    """Committed tokens at which a decode's commit has more to do: a page is full, or the sequence is at its end."""
+    valid_from: int = 0
+    """First step whose results are its own: it gave its pages back after earlier ones were planned."""
     last_step: int = -1
-    """Number of the last step whose plan names this sequence."""
-    generation: int = 0
-    """Raised whenever the sequence gives its pages back: a step planned before that must not touch its counters."""
+    """When it last gave its pages back, the newest step then: the last that can name it."""
 
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -58,8 +65,6 @@ class Sequence:
     """Positions that ``pages`` hold: len(pages) * page_size."""
     num_behind_window: int = 0
     """Pages given back."""
-    next_edge: int = 0
-    """When so many positions are computed another page is full, and something is done about it."""
     num_registered_pages: int = 0
     root: Node = None
     """The prefix cache's root from which it started when it was admitted."""
@@ -94,12 +99,17 @@ class Sequence:
     _packed: bytes = b""
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = self.num_predicted = len(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_computed(self) -> int:
+        num_tokens = len(self.token_ids)
+        return num_tokens - 1 if num_tokens > self.num_at_admission else self.num_prefilled
 
     @property
     def num_remaining(self) -> int:
-        """Positions that wait for their KV: 1 for a decode, more for a prompt, 0 if the last token is in flight."""
-        return 0 if self.num_predicted >= self.max_total_tokens else self.num_predicted - self.num_scheduled
+        """Positions that wait for a chunk."""
+        return 0 if self.decoding else len(self.token_ids) - self.num_scheduled
 
     @property
     def num_generated(self) -> int:

@@ -9,8 +9,9 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
-from jaxcb.config import EngineConfig
+from jaxcb.config import Backend, EngineConfig, Quantization
 from jaxcb.errors import ConfigError
 from jaxcb.presets import engine_settings
 
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--model", metavar="DIR|ID|FILE.gguf", help="default: the built-in SmolLM2-135M-Instruct")
     model.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
+    model.add_argument("--quantization", choices=get_args(Quantization), help="of the weights, when they are loaded")
     model.add_argument("--chat-template", metavar="FILE", help="Jinja file instead of the model's own template")
 
     server = parser.add_argument_group("server")
@@ -113,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--preset", metavar="NAME", help="schedule as another system does: vllm-v1, sarathi, tgi, ...")
-    engine.add_argument("--backend", choices=("xla", "triton"), help="attention; default: by platform")
+    engine.add_argument("--backend", choices=get_args(Backend), help="kernels; default: by platform")
     engine.add_argument("--no-run-ahead", "--no-async-scheduling", action="store_false", dest="run_ahead")
     engine.add_argument("--step-log", metavar="FILE", help="a line of JSON a step, to calibrate the simulator")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests that bring none")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcb.errors import ConfigError
-from jaxcb.scheduler import PlanRow, StepPlan
+from jaxcb.scheduler import Row, StepPlan
 
 _US = 1e6
 _STEPS = 0
@@ -63,7 +63,7 @@ class PerfettoTrace:
         except OSError as error:
             raise ConfigError(f"--trace: can't write {file}: {error}", param="trace") from error
 
-    def _row(self, replica: int, row: PlanRow, start_s: float, step_s: float) -> None:
+    def _row(self, replica: int, row: Row, start_s: float, step_s: float) -> None:
         request = row.sequence.request
         if (replica, request.request_id) not in self._seen:
             self._seen.add((replica, request.request_id))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Array
 
-from jaxcb.scheduler import PlanRow, StepPlan
+from jaxcb.scheduler import Row, StepPlan
 from jaxcb.sim.result import RequestRecord
 
 CHUNK, DECODE, WAITING, ABSENT = "P", "d", ".", " "
@@ -73,7 +73,7 @@ class Timeline:
         ).rstrip()
 
 
-def _letter(row: PlanRow) -> str:
+def _letter(row: Row) -> str:
     """A decode computes one token of the answer; everything else computes (or computes again) a chunk."""
     return DECODE if row.num_tokens == 1 and row.start >= row.sequence.num_prompt_tokens else CHUNK
 

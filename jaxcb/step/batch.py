@@ -19,20 +19,25 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Int
 
-from jaxcb.request import MAX_FORBIDDEN_IDS
+from jaxcb.sampling import Controls, Draws
+from jaxcb.sampling_params import MAX_FORBIDDEN_IDS
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.buckets import Bucket
+from jaxcb.step.controls import ControlLayout
 
 CHANGES_PER_UPLOAD = 512
 """Block-table changes that a large upload carries; more of them (long prefix hits) take uploads of their own."""
 
 
 MAX_INT32 = 2**31 - 1
+_COLUMNS = 8
+"""Of the sampler's part of an upload, before the forbidden ids."""
 
 
 class StepBatch(NamedTuple):
@@ -46,18 +51,6 @@ class StepBatch(NamedTuple):
     slots: Int[Array, "S"]
     change_index: Int[Array, "C"]
     change_page: Int[Array, "C"]
-
-
-class SampleBatch(NamedTuple):
-    """The parts that the sampler reads. ``forbidden`` ids (-1: none) can't be sampled."""
-
-    sample_slots: Int[Array, "S"]
-    positions: Int[Array, "S"]
-    temperature: Float[Array, "S"]
-    top_p: Float[Array, "S"]
-    top_k: Int[Array, "S"]
-    seeds: UInt[Array, "S 2"]
-    forbidden: Int[Array, "S F"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,15 +128,15 @@ class StepLayout:
 
 def sample_size(num_seqs: int) -> int:
     """int32 values of the sampler's part of an upload."""
-    return num_seqs * (7 + MAX_FORBIDDEN_IDS)
+    return num_seqs * (_COLUMNS + MAX_FORBIDDEN_IDS)
 
 
 def _pack_sampling(plan: StepPlan, part: np.ndarray, num_seqs: int, trash_slot: int) -> None:
-    """Rows of [sample_slot, position, temperature, top_p, top_k, seed low, seed high, forbidden ids...]."""
-    table = part.reshape(num_seqs, 7 + MAX_FORBIDDEN_IDS)
+    """Rows of [sample_slot, position, temperature, top_p, min_p, top_k, seed low, seed high, forbidden ids...]."""
+    table = part.reshape(num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
     table[:, 0] = trash_slot
-    table[:, 7:] = -1
-    floats = table[:, 2:4].view(np.float32)
+    table[:, _COLUMNS:] = -1
+    floats = table[:, 2:5].view(np.float32)
     floats[:, 1] = 1.0
     for i, row in enumerate(plan.rows):
         if not row.samples:
@@ -152,28 +145,30 @@ def _pack_sampling(plan: StepPlan, part: np.ndarray, num_seqs: int, trash_slot: 
         table[i, 0] = row.slot
         table[i, 1] = row.context_len
         if not sampling.greedy:
-            floats[i] = sampling.temperature, sampling.top_p
+            floats[i] = sampling.temperature, sampling.top_p, sampling.min_p
             seed = (sampling.seed or 0) & (2**64 - 1)
-            table[i, 4:7] = np.array(
+            table[i, 5:8] = np.array(
                 [min(max(sampling.top_k, 0), MAX_INT32), seed & 0xFFFFFFFF, seed >> 32], np.uint32
             ).view(np.int32)
         if row.context_len - row.sequence.num_prompt_tokens < sampling.min_tokens:
             ids = sorted(row.sequence.end_ids)
-            table[i, 7 : 7 + len(ids)] = ids
+            table[i, _COLUMNS : _COLUMNS + len(ids)] = ids
 
 
-def unpack_sampling(part: Int[Array, "sample_size"], num_seqs: int) -> SampleBatch:
-    table = part.reshape(num_seqs, 7 + MAX_FORBIDDEN_IDS)
-    floats = lax.bitcast_convert_type(table[:, 2:4], jnp.float32)
-    return SampleBatch(
-        sample_slots=table[:, 0],
+def unpack_sampling(part: Int[Array, "sample_size"], num_seqs: int) -> tuple[Int[Array, "S"], Draws]:
+    """Slots that the sampled tokens go to (the trash slot where none is sampled), and how each row draws."""
+    table = part.reshape(num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
+    floats = lax.bitcast_convert_type(table[:, 2:5], jnp.float32)
+    draws = Draws(
         positions=table[:, 1],
         temperature=floats[:, 0],
         top_p=floats[:, 1],
-        top_k=table[:, 4],
-        seeds=lax.bitcast_convert_type(table[:, 5:7], jnp.uint32),
-        forbidden=table[:, 7:],
+        min_p=floats[:, 2],
+        top_k=table[:, 5],
+        seeds=lax.bitcast_convert_type(table[:, 6:8], jnp.uint32),
+        forbidden=table[:, _COLUMNS:],
     )
+    return table[:, 0], draws
 
 
 class SlotState(NamedTuple):
@@ -181,12 +176,15 @@ class SlotState(NamedTuple):
 
     last_token: Int[Array, "slot_rows"]
     block_tables: Int[Array, "slot_rows P"]
+    controls: Controls
+    """Of meaning only where the slot's owner asks for them."""
 
     @staticmethod
-    def zeros(num_slots: int, table_width: int) -> SlotState:
+    def zeros(num_slots: int, table_width: int, controls: ControlLayout) -> SlotState:
         return SlotState(
             last_token=jnp.zeros(num_slots + 1, jnp.int32),
             block_tables=jnp.zeros((num_slots + 1, table_width), jnp.int32),
+            controls=controls.zeros(num_slots + 1),
         )
 
 
@@ -194,3 +192,12 @@ def apply_changes(state: SlotState, index: Int[Array, "C"], page: Int[Array, "C"
     """Write pages into the block tables at flat indices."""
     flat = state.block_tables.reshape(-1).at[index].set(page, mode="promise_in_bounds")
     return state._replace(block_tables=flat.reshape(state.block_tables.shape))
+
+
+def set_controls(
+    state: SlotState, slot: Int[Array, ""], row: Int[Array, "size"], *, layout: ControlLayout
+) -> SlotState:
+    """Give a slot the controls of its new owner."""
+    values = layout.unpack(row)
+    controls = jax.tree.map(lambda all_slots, value: all_slots.at[slot].set(value), state.controls, values)
+    return state._replace(controls=controls)

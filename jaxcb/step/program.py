@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcb.models import ModelSpec, apply_head, apply_layers
+from jaxcb.models import native as native_models
 from jaxcb.models.decoder import LayerIndex, Params
 from jaxcb.sampling import Tier, sample
+from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
 from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
-from pallas_kernels import attention_metadata, ragged_paged_attention, write_kv
+from jaxcb.step.controls import rows_of
+from pallas_kernels import attention_metadata, native, ragged_paged_attention, write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend
 
 KVPages = Shaped[Array, "N L 2 page_size K D"]
+
+
+class ForwardResult(NamedTuple):
+    kv: KVPages
+    state: SlotState
+    """Both updated in place when donated."""
+    logits: Float[Array, "S V"]
+    """Of all rows; of those that sample nothing they are not used."""
+    sample_part: Int[Array, "sample_size"]
+    """The upload's part for :func:`sample_step`."""
+    hidden: Float[Array, "T E"] | None
+    """What :func:`prompt_logprobs` reads. None where every row has one token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,27 +44,24 @@ class StepProgram:
     page_size: int
     backend: Backend
 
-    def forward(
-        self, params: Params, kv: KVPages, state: SlotState, upload: Int[Array, "size"]
-    ) -> tuple[KVPages, SlotState, Float[Array, "S V"], Int[Array, "sample_size"]]:
-        """Write the step's K and V into their pages and compute the logits of each row's last token.
-
-        Returns:
-            The pages and the slot state (both updated in place when donated), the logits of all rows (of those that
-            sample nothing too: they are not used), and the upload's part for :func:`sample_step`.
-        """
+    def forward(self, params: Params, kv: KVPages, state: SlotState, upload: Int[Array, "size"]) -> ForwardResult:
+        """Write the step's K and V into their pages and compute the logits of each row's last token."""
         batch = self.layout.unpack(upload)
         state = apply_changes(state, batch.change_index, batch.change_page)
         slots = batch.slots[batch.token_rows]
         token_ids = jnp.where(batch.token_ids < 0, state.last_token[slots], batch.token_ids)
         hidden, kv = self._layers(params, kv, state, batch, token_ids)
+        last = hidden
         if not self.layout.bucket.decode_only:
-            hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        return kv, state, apply_head(self.spec, params, hidden), self.layout.sample_part(upload)
+            last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
+        logits = _head(self.spec, self.backend, params, last, jnp.sum(batch.context_lens > 0))
+        return ForwardResult(kv, state, logits, self.layout.sample_part(upload), None if last is hidden else hidden)
 
     def _layers(
         self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
     ) -> tuple[Float[Array, "T E"], KVPages]:
+        if self.backend == "native":
+            return self._native_layers(params, kv, state, batch, token_ids)
         spec, shape = self.spec, kv.shape
         tables = state.block_tables[batch.slots]
         pages = tables[batch.token_rows, batch.positions // self.page_size]
@@ -81,6 +94,14 @@ class StepProgram:
         hidden, flat = apply_layers(spec, params, token_ids, batch.positions, flat, attend)
         return hidden, flat.reshape(shape)
 
+    def _native_layers(
+        self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
+    ) -> tuple[Float[Array, "T E"], KVPages]:
+        tables = native.Tables(batch.query_starts, batch.context_lens, state.block_tables[batch.slots])
+        flat = kv.reshape(-1, *kv.shape[3:])
+        hidden, flat = native_models.apply_layers(self.spec, params, token_ids, batch.positions, flat, tables)
+        return hidden, flat.reshape(kv.shape)
+
     def _metadata(self, batch: StepBatch, tables: Int[Array, "S P"], window: int | None) -> AttentionMetadata:
         return attention_metadata(
             batch.query_starts,
@@ -97,20 +118,51 @@ class StepProgram:
         )
 
 
+class SampleResult(NamedTuple):
+    state: SlotState
+    token_ids: Int[Array, "S"]
+    drawn_from: Float[Array, "S V"] | None
+    """The logits after every change, if they were asked for."""
+
+
 def sample_step(
-    state: SlotState, logits: Float[Array, "S V"], part: Int[Array, "sample_size"], *, tier: Tier
-) -> tuple[SlotState, Int[Array, "S"]]:
+    state: SlotState,
+    logits: Float[Array, "S V"],
+    part: Int[Array, "sample_size"],
+    *,
+    tier: Tier,
+    keep_logits: bool,
+) -> SampleResult:
     """Sample every row and leave its token in its slot, where the next step finds it."""
-    batch = unpack_sampling(part, logits.shape[0])
-    token_ids = sample(
-        logits,
-        tier=tier,
-        temperature=batch.temperature,
-        top_k=batch.top_k,
-        top_p=batch.top_p,
-        seeds=batch.seeds,
-        positions=batch.positions,
-        forbidden=batch.forbidden,
-    )
-    last_token = state.last_token.at[batch.sample_slots].set(token_ids, mode="promise_in_bounds")
-    return state._replace(last_token=last_token), token_ids
+    slots, draws = unpack_sampling(part, logits.shape[0])
+    controls = rows_of(state.controls, slots) if tier is Tier.FULL else None
+    token_ids, drawn_from = sample(logits, draws, tier=tier, controls=controls)
+    if tier is Tier.FULL:
+        history = state.controls.history.at[slots, draws.positions].set(token_ids, mode="drop")
+        state = state._replace(controls=state.controls._replace(history=history))
+    last_token = state.last_token.at[slots].set(token_ids, mode="promise_in_bounds")
+    return SampleResult(state._replace(last_token=last_token), token_ids, drawn_from if keep_logits else None)
+
+
+def prompt_logprobs(
+    spec: ModelSpec,
+    backend: Backend,
+    params: Params,
+    hidden: Float[Array, "T E"],
+    rows: Int[Array, "R"],
+    targets: Int[Array, "R"],
+    *,
+    every: bool,
+) -> RowLogprobs:
+    """Log-probabilities of the tokens that follow some positions of a step."""
+    logits = _head(spec, backend, params, hidden[rows], jnp.int32(rows.shape[0]))
+    return row_logprobs(logits, targets, every=every)
+
+
+def _head(
+    spec: ModelSpec, backend: Backend, params: Params, hidden: Float[Array, "S E"], num_rows: Int[Array, ""]
+) -> Float[Array, "S V"]:
+    """Logits; of the first ``num_rows`` rows at least."""
+    if backend == "native":
+        return native_models.apply_head(spec, params, hidden, num_rows)
+    return apply_head(spec, params, hidden)

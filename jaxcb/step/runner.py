@@ -17,17 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled, Lowered
-from jaxtyping import Array, Int
+from jaxtyping import Array
 from tqdm import tqdm
 
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
-from jaxcb.sampling import Tier
 from jaxcb.scheduler import StepPlan
-from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes, sample_size
+from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket, Buckets
+from jaxcb.step.controls import ControlLayout
 from jaxcb.step.page_mover import PageMover
-from jaxcb.step.program import StepProgram, sample_step
+from jaxcb.step.program import StepProgram
+from jaxcb.step.samplers import Job, Sampled, Samplers
 from pallas_kernels.metadata import Backend
 
 
@@ -50,29 +51,40 @@ class RunnerShape:
 
 @dataclasses.dataclass(frozen=True)
 class InFlight:
-    """A launched step. ``token_ids[i]`` belongs to ``plan.rows[i]``; the copy to the host is under way."""
+    """A launched step. ``sampled.token_ids[i]`` belongs to ``plan.rows[i]``; the copy to the host is under way."""
 
     plan: StepPlan
     bucket: Bucket
-    token_ids: Int[Array, "S"]
+    sampled: Sampled
     launched_s: float
     """On the clock of ``time.perf_counter()``."""
 
     def wait(self) -> list[int]:
         """Block until the step has run; token ids by row (of no meaning where the row samples nothing)."""
-        return np.asarray(self.token_ids)[: len(self.plan.rows)].tolist()
+        return np.asarray(self.sampled.token_ids)[: len(self.plan.rows)].tolist()
 
 
 class Runner:
     """Not thread-safe: the engine's thread calls it."""
 
-    def __init__(self, spec: ModelSpec, params: Params, buckets: Buckets, shape: RunnerShape, backend: Backend):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        params: Params,
+        buckets: Buckets,
+        shape: RunnerShape,
+        backend: Backend,
+        *,
+        processed_logprobs: bool = False,
+    ):
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
-        self._state = SlotState.zeros(shape.num_slots, shape.table_width)
+        controls = ControlLayout(spec.vocab_size, shape.max_model_len)
+        self._state = SlotState.zeros(shape.num_slots, shape.table_width, controls)
         self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
         self._forward: dict[Bucket, Compiled] = {}
-        self._sample: dict[tuple[int, Tier], Compiled] = {}
+        logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
+        self._samplers = Samplers(spec, backend, controls, logits_dtype, processed=processed_logprobs)
         self._change: Compiled | None = None
         self._mover = PageMover(self._kv, shape.num_host_pages, backend)
 
@@ -101,11 +113,13 @@ class Runner:
             self._kv = self._mover.move(self._kv, plan.moves)
         for start in range(0, len(overflow), CHANGES_PER_UPLOAD):
             self._upload_changes(overflow[start : start + CHANGES_PER_UPLOAD])
-        self._kv, self._state, logits, part = self._forward[bucket](self.params, self._kv, self._state, upload)
-        sampler = self._sample[bucket.num_seqs, tier_of(plan)]
-        self._state, token_ids = sampler(self._state, logits, part)
-        token_ids.copy_to_host_async()
-        return InFlight(plan, bucket, token_ids, launched_s)
+        self._state = self._samplers.enter(self._state, plan)
+        result = self._forward[bucket](self.params, self._kv, self._state, upload)
+        self._kv = result.kv
+        self._state, sampled = self._samplers.sample(
+            self.params, result.state, result.logits, result.hidden, result.sample_part, plan
+        )
+        return InFlight(plan, bucket, sampled, launched_s)
 
     @property
     def kv_bytes(self) -> int:
@@ -118,7 +132,7 @@ class Runner:
         assert self._change is not None, "compile() comes first"
         self._state = self._change(self._state, index, page)
 
-    def _jobs(self) -> Iterable[tuple[Callable[[], Lowered], Callable[[Compiled], Any]]]:
+    def _jobs(self) -> Iterable[Job]:
         """(lower it, keep it) for every program, the slowest first."""
         params, kv, state = (jax.tree.map(_abstract, x) for x in (self.params, self._kv, self._state))
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.num_tokens):
@@ -130,34 +144,15 @@ class Runner:
                 functools.partial(forward.lower, params, kv, state, upload),
                 functools.partial(self._forward.__setitem__, bucket),
             )
-        logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
-        for num_seqs in sorted({bucket.num_seqs for bucket in self.buckets}):
-            logits = jax.ShapeDtypeStruct((num_seqs, self.spec.vocab_size), logits_dtype)
-            part = jax.ShapeDtypeStruct((sample_size(num_seqs),), jnp.int32)
-            for tier in Tier:
-                sampler = jax.jit(functools.partial(sample_step, tier=tier), donate_argnums=0)
-                yield (
-                    functools.partial(sampler.lower, state, logits, part),
-                    functools.partial(self._sample.__setitem__, (num_seqs, tier)),
-                )
+        row_counts = sorted({bucket.num_seqs for bucket in self.buckets})
+        mixed_tokens = [bucket.num_tokens for bucket in self.buckets if not bucket.decode_only]
+        yield from self._samplers.jobs(params, state, row_counts, mixed_tokens)
         change = jax.ShapeDtypeStruct((CHANGES_PER_UPLOAD,), jnp.int32)
         yield (
             functools.partial(jax.jit(apply_changes, donate_argnums=0).lower, state, change, change),
             functools.partial(setattr, self, "_change"),
         )
         yield from self._mover.jobs()
-
-
-def tier_of(plan: StepPlan) -> Tier:
-    """The cheapest tier that honours every row that samples."""
-    tier = Tier.GREEDY
-    for row in plan.rows:
-        sampling = row.sequence.request.sampling
-        if row.samples and not sampling.greedy:
-            if sampling.top_k > 0 or sampling.top_p < 1.0:
-                return Tier.FULL
-            tier = Tier.PLAIN
-    return tier
 
 
 def kv_shape(spec: ModelSpec, shape: RunnerShape) -> tuple[int, ...]:

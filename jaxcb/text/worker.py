@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request
 from jaxcb.text.detokenizer import Detokenizer
 from jaxcb.text.stops import StopMatcher
@@ -39,6 +40,8 @@ class TextEvent:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,11 +57,16 @@ class TextUpdate:
     num_preemptions: int
     first_token_s: float | None
     finished_s: float | None
+    logprobs: list[Logprobs]
+    """Of ``token_ids``, if they were asked for."""
+    prompt_logprobs: Logprobs | None
 
     def extend(self, later: TextUpdate) -> None:
         """Merge the update that follows this one into it."""
         later.token_ids = self.token_ids + later.token_ids
         later.text = self.text + later.text
+        later.logprobs = self.logprobs + later.logprobs
+        later.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         for field in self.__slots__:
             setattr(self, field, getattr(later, field))
 
@@ -104,6 +112,8 @@ class _TextState:
             num_preemptions=event.num_preemptions,
             first_token_s=self.first_token_s,
             finished_s=None if reason is None else now_s,
+            logprobs=[] if event.logprobs is None else [event.logprobs],
+            prompt_logprobs=event.prompt_logprobs,
         )
 
 

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcb import native
 from jaxcb.config import EngineConfig
 from jaxcb.models import families
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
+from jaxcb.weights.quantize import quantize
 from jaxcb.weights.resolve import ModelFiles, resolve
 from jaxcb.weights.safetensors_source import SafetensorsSource
 
@@ -43,19 +45,24 @@ def load(config: EngineConfig) -> LoadedModel:
     files = resolve(config.model, config.revision)
     spec = files.read_spec()
     tokenizer = Tokenizer.from_dir(files.directory)
-    dtype = default_dtype(jax.default_backend()) if config.dtype == "auto" else config.dtype
-    return LoadedModel(
-        name=files.name, spec=spec, params=load_params(files, spec, jnp.dtype(dtype)), tokenizer=tokenizer
-    )
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = default_dtype(jax.default_backend(), native=native.usable(config.backend))
+    params = load_params(files, spec, jnp.dtype(dtype))
+    if config.quantization is not None:
+        params = quantize(params)
+    return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer)
 
 
-def default_dtype(platform: str) -> Literal["float32", "bfloat16"]:
-    """What dtype "auto" means: bfloat16 on GPUs and on CPUs that multiply it natively, else float32.
+def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat16"]:
+    """What dtype "auto" means: bfloat16 on GPUs, under the native CPU kernels (which read half the bytes for the same
+    products) and on CPUs that multiply it natively, else float32.
 
     Arguments:
         platform: ``jax.default_backend()``: "cpu", "gpu", ...
+        native: the native kernels will run the model.
     """
-    if platform != "cpu":
+    if platform != "cpu" or native:
         return "bfloat16"
     cpuinfo = Path("/proc/cpuinfo")  # not on macOS and Windows, whose x86 CPUs rarely have the instructions
     return "bfloat16" if cpuinfo.is_file() and "avx512_bf16" in cpuinfo.read_text().split() else "float32"

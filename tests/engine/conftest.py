@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 import pytest
 
-from jaxcb.config import EngineConfig
+from jaxcb.config import Backend, EngineConfig
 from jaxcb.engine import Engine
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params, init_params
@@ -51,9 +52,15 @@ def tokenizer() -> Tokenizer:
     return byte_level()
 
 
-@pytest.fixture
-def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
-    """Engines over the small model, with few buckets so that they compile fast; shut down after the test."""
+@pytest.fixture(scope="session")
+def backend() -> Backend | None:
+    """None: what the machine takes. Tests that cross backends override it."""
+    return None
+
+
+@contextlib.contextmanager
+def _engines(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
+    """Engines over the small model, with few buckets so that they compile fast; shut down at the end."""
     engines: list[Engine] = []
 
     def make(**changes: object) -> Engine:
@@ -65,6 +72,7 @@ def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
             "num_kv_pages": 400,
             "decode_buckets": (),
             "mixed_buckets": (),
+            "backend": backend,
         } | changes
         engine = Engine("small", SPEC, params, tokenizer, EngineConfig(**values))
         engine.compile(progress=False)
@@ -76,3 +84,24 @@ def make_engine(params: Params, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.shutdown()
+
+
+@pytest.fixture
+def make_engine(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
+    with _engines(params, tokenizer, backend) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_engines(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
+    """Engines that the tests of a module share: one for each set of changes."""
+    with _engines(params, tokenizer, backend) as make:
+        known: dict[tuple[tuple[str, object], ...], Engine] = {}
+
+        def shared(**changes: object) -> Engine:
+            key = tuple(sorted(changes.items()))
+            if key not in known:
+                known[key] = make(**changes)
+            return known[key]
+
+        yield shared

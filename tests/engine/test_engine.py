@@ -285,7 +285,10 @@ def test_after_a_shutdown_in_the_middle_of_work_the_gauges_are_at_zero(make_engi
 
 
 def test_a_request_that_the_scheduler_refuses_late_ends_with_its_reason_and_harms_nobody(engine, monkeypatch):
-    monkeypatch.setattr(engine._core, "add", lambda request: (_ for _ in ()).throw(RequestError("no more room")))
+    def refuse(requests):
+        raise RequestError("no more room")
+
+    monkeypatch.setattr(engine._core, "add_choices", refuse)
     [output] = list(engine.submit(request("late")))
     assert (output.finish_reason, output.error) == (FinishReason.ERROR, "no more room")
     monkeypatch.undo()

@@ -7,10 +7,12 @@ import pytest
 
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
-from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
+from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.request import FinishReason, Request, SamplingParams
-from jaxcb.scheduler import Scheduler
+from jaxcb.scheduler.replay import replay
+from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
+from jaxcb.weights.cache import cache_dir
 from tests.engine.conftest import SPEC
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -34,11 +36,12 @@ class Cores:
         } | changes
         self.config = resolve_config(EngineConfig(**values), SPEC, np.float32)
         self.runner = Runner(SPEC, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
+        enable_compilation_cache(cache_dir() / "xla")
         self.runner.compile(progress=False)
 
     def core(self, **changes) -> EngineCore:
         config = EngineConfig(**{**vars(self.config), **changes})
-        return EngineCore(Scheduler(limits_of(config, SPEC)), self.runner, run_ahead=config.run_ahead)
+        return EngineCore(scheduler_of(config, SPEC), self.runner, run_ahead=config.run_ahead)
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +170,13 @@ def test_an_abort_while_swapped_out_frees_host_memory(cores):
     run(core)
     assert core.scheduler.host.num_used == core.scheduler.host.num_freed
     assert core.scheduler.num_live_pages == 0
+
+
+def test_what_an_engine_recorded_is_planned_the_same_again(cores, alone, tmp_path):
+    log = tmp_path / "log.jsonl"
+    core = cores.core(preemption="swap", admission_watermark=0.0, event_log=log)
+    for i in range(6):
+        add(core, str(i), prompt(40 + 9 * i, seed=i))
+    assert run(core) == alone
+    assert core.scheduler.counters.swaps > 0
+    assert len(replay(log.read_text().splitlines())) == core.num_steps

@@ -5,12 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxcb.config import Backend
 from jaxcb.request import SamplingParams
 from tests.engine.conftest import SPEC, sensitive_params
 from tests.engine.run import complete
 
 NUM_PROMPTS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["xla", pytest.param("native", marks=pytest.mark.native)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(prompts, params, tokenizer) -> list[list[int]]:
+def alone(prompts, params, tokenizer, backend) -> list[list[int]]:
     """Each prompt by itself: one sequence, whole prompt in one step, no prefix cache, no running ahead."""
     from jaxcb.config import EngineConfig
     from jaxcb.engine import Engine
@@ -44,6 +50,7 @@ def alone(prompts, params, tokenizer) -> list[list[int]]:
         mixed_buckets=(),
         enable_prefix_caching=False,
         run_ahead=False,
+        backend=backend,
     )
     with Engine("small", SPEC, params, tokenizer, config) as engine:
         engine.compile(progress=False)
@@ -127,7 +134,7 @@ def test_tiny_temperatures_are_greedy_beside_a_hot_neighbour(prompts, alone, mak
     assert [list(output.token_ids) for output in outputs[:4]] == [alone[2]] * 4
 
 
-def test_a_window_holds_across_chunks_and_prefix_hits(tokenizer):
+def test_a_window_holds_across_chunks_and_prefix_hits(tokenizer, backend):
     """vllm#4057: with split prefill or prefix reuse, tokens saw further back than the window."""
     from dataclasses import replace
 
@@ -148,6 +155,7 @@ def test_a_window_holds_across_chunks_and_prefix_hits(tokenizer):
             decode_buckets=(),
             mixed_buckets=(),
             dtype="float32",
+            backend=backend,
         )
         with Engine("windowed", spec, weights, tokenizer, config) as engine:
             engine.compile(progress=False)

@@ -24,6 +24,8 @@ def update(token: int, text: str, reason: FinishReason | None = None) -> TextUpd
         num_preemptions=0,
         first_token_s=1.0,
         finished_s=None if reason is None else 2.0,
+        logprobs=[],
+        prompt_logprobs=None,
     )
 
 

@@ -38,7 +38,7 @@ def metadata(**changes: Any) -> AttentionMetadata:
         ({"num_heads": 7}, "num_heads must be a multiple of num_kv_heads = 2, got 7"),
         ({"window": 0}, "window must be None or at least 1, got 0"),
         ({"decode_only": True}, r"num_tokens must be the number of sequences \(2\) of decodes, got 4"),
-        ({"backend": "cuda"}, "backend must be None or one of xla, triton, got 'cuda'"),
+        ({"backend": "cuda"}, "backend must be None or one of xla, triton, native, got 'cuda'"),
     ],
 )
 def test_metadata(changes, message):

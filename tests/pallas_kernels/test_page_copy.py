@@ -77,7 +77,7 @@ def test_wrong_arguments_are_refused():
         copy_pages(kv, SOURCES, DESTINATIONS[:3])
     with pytest.raises(ValueError, match="sources must be of dtype int32, got float32"):
         copy_pages(kv, SOURCES.astype(np.float32), DESTINATIONS)
-    with pytest.raises(ValueError, match="backend must be None, xla or triton, got 'mosaic'"):
+    with pytest.raises(ValueError, match="backend must be None or one of xla, triton, native, got 'mosaic'"):
         copy_pages(kv, SOURCES, DESTINATIONS, backend="mosaic")
     with pytest.raises(ValueError, match=r"rows must be of shape \[5, 3, 2, 8, 3, 20\], got shape \[4, 3, 2, 8, 3, 20"):
         scatter_pages(kv, DESTINATIONS, kv[:4])

@@ -10,32 +10,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from jaxcb.sampling import Tier, sample
+from jaxcb.sampling import Draws, Tier, sample
 from jaxcb.sampling.threshold import kth_largest, mass_threshold
 
 V = 300
 NONE = -1
-sampler = jax.jit(sample, static_argnames="tier")
 
 
-def draw(logits, *, tier=Tier.FULL, temperature=1.0, top_k=0, top_p=1.0, seed=1, position=0, forbidden=()):
+@functools.partial(jax.jit, static_argnames="tier")
+def tokens_of(logits, draws, tier):
+    return sample(logits, draws, tier=tier)[0]
+
+
+def draw(
+    logits, *, tier=Tier.TRUNCATED, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1, position=0, forbidden=()
+):
     """Token of every row; scalars are used for all rows."""
-    S = logits.shape[0]
-    row = functools.partial(np.broadcast_to, shape=(S,))
-    seeds = np.stack([row(np.asarray(seed, np.uint32)), np.zeros(S, np.uint32)], 1)
+    return np.asarray(
+        tokens_of(
+            jnp.asarray(logits),
+            draws_of(len(logits), temperature, top_k, top_p, min_p, seed, position, forbidden),
+            tier,
+        )
+    )
+
+
+def draws_of(S, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1, position=0, forbidden=()):
+    def row(value, dtype):
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (S,)))
+
     banned = np.full((S, 8), NONE, np.int32)
     banned[:, : len(forbidden)] = forbidden
-    return np.asarray(
-        sampler(
-            logits,
-            tier=tier,
-            temperature=row(np.asarray(temperature, np.float32)),
-            top_k=row(np.asarray(top_k, np.int32)),
-            top_p=row(np.asarray(top_p, np.float32)),
-            seeds=seeds,
-            positions=row(np.asarray(position, np.int32)),
-            forbidden=banned,
-        )
+    return Draws(
+        temperature=row(temperature, np.float32),
+        top_k=row(top_k, np.int32),
+        top_p=row(top_p, np.float32),
+        min_p=row(min_p, np.float32),
+        seeds=jnp.stack([row(seed, np.uint32), jnp.zeros(S, jnp.uint32)], 1),
+        positions=row(position, np.int32),
+        forbidden=jnp.asarray(banned),
     )
 
 
@@ -43,10 +56,11 @@ def random_logits(S: int = 4, vocabulary: int = V, scale: float = 2.0) -> np.nda
     return (np.random.default_rng(5).standard_normal((S, vocabulary)) * scale).astype(np.float32)
 
 
-def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """The distribution, by sorting, in float64."""
     scaled = logits.astype(np.float64) / temperature
     p = np.exp(scaled - scaled.max())
+    p[p < min_p] = 0
     order = np.argsort(-p, kind="stable")
     if top_k:
         p[order[top_k:]] = 0
@@ -56,7 +70,7 @@ def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) 
     return p / p.sum()
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", [Tier.GREEDY, Tier.PLAIN, Tier.TRUNCATED])
 def test_temperature_zero_takes_the_first_of_the_largest_in_every_tier(tier):
     logits = random_logits()
     logits[1, [40, 250]] = 99.0
@@ -67,22 +81,35 @@ def test_temperature_zero_takes_the_first_of_the_largest_in_every_tier(tier):
 def test_top_k_of_one_is_greedy_and_top_p_near_zero_keeps_one_token():
     logits = random_logits(S=64)
     np.testing.assert_array_equal(draw(logits, top_k=1, position=np.arange(64)), logits.argmax(-1))
-    for top_p in (1e-6, 1e-38, 1e-40, 5e-324):  # the last ones are zero as float32
+    for top_p in (0.0, 1e-6, 1e-38, 1e-40, 5e-324):  # the last ones are zero as float32
         np.testing.assert_array_equal(draw(logits, top_p=top_p, position=np.arange(64)), logits.argmax(-1))
 
 
 @pytest.mark.parametrize("vocabulary", [100, 128, 300])
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 10, 1.0), (1.0, 0, 0.8), (1.5, 40, 0.9), (1.0, 10**6, 1.0)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 0, 1.0, 0.0),
+        (1.0, 10, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.5, 40, 0.9, 0.05),
+        (1.0, 10**6, 1.0, 0.0),
+    ],
 )
-def test_draws_follow_the_distribution_of_the_sorted_reference(vocabulary, temperature, top_k, top_p):
+def test_draws_follow_the_distribution_of_the_sorted_reference(vocabulary, temperature, top_k, top_p, min_p):
     count = 20_000
     logits = random_logits(S=1, vocabulary=vocabulary, scale=1.5)
     tokens = draw(
-        np.repeat(logits, count, 0), temperature=temperature, top_k=top_k, top_p=top_p, position=np.arange(count)
+        np.repeat(logits, count, 0),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        position=np.arange(count),
     )
-    expected = reference(logits[0], temperature, min(top_k, vocabulary), top_p) * count
+    expected = reference(logits[0], temperature, min(top_k, vocabulary), top_p, min_p) * count
     seen = np.bincount(tokens, minlength=vocabulary)
     assert seen[expected == 0].sum() == 0
     rare = expected < 10
@@ -92,7 +119,7 @@ def test_draws_follow_the_distribution_of_the_sorted_reference(vocabulary, tempe
     assert chisquare(seen, expected).pvalue > 1e-3
 
 
-def test_a_plain_draw_is_the_full_one_with_nothing_cut():
+def test_a_plain_draw_is_the_truncated_one_with_nothing_cut():
     logits = random_logits(S=32)
     rows = np.arange(32)
     np.testing.assert_array_equal(draw(logits, tier=Tier.PLAIN, position=rows), draw(logits, position=rows))
@@ -133,7 +160,7 @@ rows_of_weights = st.lists(st.floats(0, 1, width=32, allow_subnormal=False), min
 @given(st.lists(rows_of_weights, min_size=3, max_size=3), st.lists(st.integers(1, 5), min_size=3, max_size=3))
 def test_kth_largest_is_what_sorting_finds(rows, ks):
     values = np.asarray(rows, np.float32)
-    found = jax.jit(kth_largest)(values, np.asarray(ks, np.int32))
+    found = jax.jit(kth_largest)(jnp.asarray(values), jnp.asarray(ks, jnp.int32))
     np.testing.assert_array_equal(found, [np.sort(row)[::-1][k - 1] for row, k in zip(values, ks, strict=True)])
 
 
@@ -141,7 +168,9 @@ def test_kth_largest_is_what_sorting_finds(rows, ks):
 @given(st.lists(rows_of_weights, min_size=3, max_size=3), st.floats(0.05, 1.0))
 def test_mass_threshold_keeps_the_fewest_values_that_reach_the_share(rows, share):
     values = np.asarray(rows, np.float32)
-    found = np.asarray(jax.jit(mass_threshold)(values, np.full(3, share, np.float32)))
+    found = np.asarray(
+        jax.jit(mass_threshold)(jnp.asarray(values), jnp.asarray(values), jnp.full(3, share, jnp.float32))
+    )
     for row, threshold in zip(values, found, strict=True):
         kept, goal = row[row >= threshold].astype(np.float64), share * row.sum(dtype=np.float64)
         assert kept.sum() >= goal * (1 - 1e-5)

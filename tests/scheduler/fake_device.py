@@ -1,54 +1,71 @@
-"""A device made of dicts: it keeps token ids where the real one keeps KV, and "samples" a hash of what it reads.
+"""A device made of dicts: it keeps for each position its token and a state, which comes of the state before it, where
+the real one keeps KV; and "samples" a hash of what it reads.
 
-So whatever a row attends to is checked for real: a wrong page, a stale block table, a page shared too early or a late
-token changes the answer.
+So whatever a row attends to is checked for real: a wrong page, a stale block table, a page shared too early or under
+another beginning, or a late token changes the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections import deque
 from collections.abc import Sequence as Array
+from typing import TextIO
 
 from jaxcb.paging import PageMoves
 from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler import PlanRow, Scheduler, SchedulerLimits, StepPlan, TokenEvent
+from jaxcb.scheduler import Row, Scheduler, SchedulerLimits, Sequence, Status, StepPlan, TokenEvent
 from jaxcb.scheduler.plan import IN_FLIGHT
+from jaxcb.scheduler.replay import RecordingScheduler
 from jaxcb.scheduler.scheduler import Drafter
 
 VOCABULARY = 50
 EOS = 0
+PRIME = 1_000_003
 
 
-def next_token(context: Array[int]) -> int:
-    """The model: every token of the context counts, and so does its place."""
-    state = 17
-    for token in context:
-        state = (state * 31 + token + 1) % 1_000_003
-    return state % VOCABULARY
+Cell = tuple[int, int]
+"""A token, and the state after it."""
+
+
+def next_cell(before: Cell | None, token: int, salt: str) -> Cell:
+    state = zlib.crc32(salt.encode()) % PRIME if before is None else before[1]
+    return token, (state * 31 + token + 1) % PRIME
+
+
+def next_token(cells: Array[Cell]) -> int:
+    """The model: every cell that it attends to counts, and so does its place."""
+    digest = 17
+    for token, state in cells:
+        digest = (digest * 37 + state * 3 + token) % PRIME
+    return digest % VOCABULARY
 
 
 def answer_alone(
-    prompt: Array[int], sampling: SamplingParams, max_model_len: int, window: int | None = None
+    prompt: Array[int], sampling: SamplingParams, max_model_len: int, window: int | None = None, salt: str = ""
 ) -> list[int]:
     """What the request gets from a machine of its own: the oracle."""
-    tokens = list(prompt)
+    cells: list[Cell] = []
+    for token in prompt:
+        cells.append(next_cell(cells[-1] if cells else None, token, salt))
     limit = max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
-    while len(tokens) < limit:
-        tokens.append(next_token(tokens[-window:] if window else tokens))
+    while len(cells) < limit:
+        token = next_token(cells[-window:] if window else cells)
+        cells.append(next_cell(cells[-1], token, salt))
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
-        if tokens[-1] in ends and len(tokens) - len(prompt) > sampling.min_tokens:
+        if token in ends and len(cells) - len(prompt) > sampling.min_tokens:
             break
-    return tokens[len(prompt) :]
+    return [token for token, _ in cells[len(prompt) :]]
 
 
 @dataclasses.dataclass
 class FakeDevice:
     page_size: int
     window: int | None = None
-    pages: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
-    """Page -> offset -> token."""
-    host: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
+    pages: dict[int, dict[int, Cell]] = dataclasses.field(default_factory=dict)
+    """Page -> offset -> cell."""
+    host: dict[int, dict[int, Cell]] = dataclasses.field(default_factory=dict)
     tables: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
     last_token: dict[int, int] = dataclasses.field(default_factory=dict)
 
@@ -59,9 +76,11 @@ class FakeDevice:
         for row in plan.rows:
             table = self.tables.setdefault(row.slot, {})
             table.update({row.first_new_page + i: page for i, page in enumerate(row.new_pages)})
-            tokens = [self.last_token[row.slot] if token == IN_FLIGHT else token for token in row.token_ids]
-            for position, token in enumerate(tokens, row.start):
-                self.pages.setdefault(table[position // self.page_size], {})[position % self.page_size] = token
+            salt = row.sequence.request.cache_salt
+            cell = self._cell(row.slot, row.start - 1) if row.start else None
+            for position, token in enumerate(row.token_ids, row.start):
+                cell = next_cell(cell, self.last_token[row.slot] if token == IN_FLIGHT else token, salt)
+                self.pages.setdefault(table[position // self.page_size], {})[position % self.page_size] = cell
         sampled: list[int | list[int]] = []
         for row in plan.rows:
             tokens = [self._sample(row, row.context_len - row.num_drafts)]
@@ -74,11 +93,19 @@ class FakeDevice:
                 self.last_token[row.slot] = tokens[-1]
         return sampled
 
-    def _sample(self, row: PlanRow, length: int) -> int:
+    def uses(self, row: Row) -> tuple[set[int], set[int]]:
+        """Pages that a row reads, its own included, and pages that it writes."""
+        first = 0 if self.window is None else max(row.start - self.window + 1, 0)
+        pages = [self.tables[row.slot][i] for i in range(-(-row.context_len // self.page_size))]
+        return set(pages[first // self.page_size :]), set(pages[row.start // self.page_size :])
+
+    def _cell(self, slot: int, position: int) -> Cell:
+        return self.pages[self.tables[slot][position // self.page_size]][position % self.page_size]
+
+    def _sample(self, row: Row, length: int) -> int:
         """Attend to the last ``window`` of ``length`` positions: what must not be read any more may hold anything."""
-        table = self.tables[row.slot]
         first = 0 if self.window is None else max(length - self.window, 0)
-        return next_token([self.pages[table[i // self.page_size]][i % self.page_size] for i in range(first, length)])
+        return next_token([self._cell(row.slot, position) for position in range(first, length)])
 
     def _move(self, moves: PageMoves) -> None:
         for pairs in (moves.out, moves.into, moves.copies):
@@ -99,6 +126,8 @@ class Driver:
         self.answers: dict[str, list[int]] = {}
         self.finished: dict[str, TokenEvent] = {}
         self.plans: list[StepPlan] = []
+        self._seen: set[Sequence] = set()  # in some plan so far
+        self._in_use: dict[int, list[tuple[Sequence, set[int]]]] = {}  # step in flight -> pages that its rows read
 
     def add(
         self,
@@ -115,20 +144,27 @@ class Driver:
 
     def step(self) -> StepPlan | None:
         """Plan and launch; commit the oldest if enough are in flight or nothing could be planned."""
+        ready = [s for s in self.scheduler._running.values() if s.decoding and s.num_scheduled < s.pause_at]
+        preempted = [s for s in self.scheduler._queue if s.num_preemptions]
         plan = self.scheduler.plan()
         self.scheduler.check()
         if plan is None:
             assert self.in_flight or not self.scheduler.has_requests, "requests wait and nothing can be planned"
         else:
             self._check_plan(plan)
+            self._check_order(plan, ready, preempted)
             self.plans.append(plan)
-            self.in_flight.append((plan, self.device.run(plan)))
+            sampled = self.device.run(plan)
+            self._check_pages_in_flight(plan)
+            self.in_flight.append((plan, sampled))
         if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
             self.commit()
         return plan
 
     def commit(self) -> None:
-        for event in self.scheduler.commit(*self.in_flight.popleft()):
+        plan, sampled = self.in_flight.popleft()
+        self._in_use.pop(plan.step, None)
+        for event in self.scheduler.commit(plan, sampled):
             request_id = event.sequence.request.request_id
             if event.token_id is not None:
                 self.answers[request_id].append(event.token_id)
@@ -153,6 +189,35 @@ class Driver:
         assert not any(row.num_drafts for row in plan.rows[plan.num_decodes :])
         assert plan.num_drafts == sum(row.num_drafts for row in plan.rows)
 
+    def _check_order(self, plan: StepPlan, ready: list[Sequence], preempted: list[Sequence]) -> None:
+        """Decodes first; and nobody new before those that were preempted."""
+        limits = self.scheduler.limits
+        planned = {row.sequence for row in plan.rows}
+        if not limits.prefill_first and self.scheduler._drafter is None:
+            late = [s for s in ready if s.decoding and s not in planned]
+            assert not late or plan.num_decodes == limits.max_num_batched_tokens, "a decode waits"
+        if limits.policy != "priority" and not limits.max_passes:
+            admitted = [s for s in planned - self._seen if not s.num_preemptions]
+            still = [s for s in preempted if s.status is Status.WAITING]
+            assert not (admitted and still), "a newcomer was admitted before one that was preempted"
+        self._seen |= planned
+
+    def _check_pages_in_flight(self, plan: StepPlan) -> None:
+        """Nothing is written to a page that a step in flight reads for another sequence."""
+        written: list[tuple[Sequence | None, set[int]]] = []
+        reads = []
+        for row in plan.rows:
+            read, write = self.device.uses(row)
+            reads.append((row.sequence, read))
+            written.append((row.sequence, write))
+        if plan.moves is not None:
+            written.append((None, {page for _, page in plan.moves.into + plan.moves.copies}))
+        for writer, pages in written:
+            for entries in self._in_use.values():
+                for reader, used in entries:
+                    assert reader is writer or pages.isdisjoint(used), "a page in flight was given to someone else"
+        self._in_use[plan.step] = reads
+
 
 def limits(**changes: object) -> SchedulerLimits:
     values = {
@@ -169,3 +234,8 @@ def limits(**changes: object) -> SchedulerLimits:
 def driver(depth: int = 1, *, drafter: Drafter | None = None, num_draft_tokens: int = 3, **changes: object) -> Driver:
     scheduler = Scheduler(limits(**changes), eos_token_ids=(EOS,), drafter=drafter, num_draft_tokens=num_draft_tokens)
     return Driver(scheduler, depth)
+
+
+def recording_driver(file: TextIO, depth: int = 1, **changes: object) -> Driver:
+    """One that writes down what happens."""
+    return Driver(RecordingScheduler(limits(**changes), eos_token_ids=(EOS,), file=file), depth)

@@ -159,7 +159,11 @@ class Fuzz:
     def expect(self, request: Request) -> None:
         self.driver.answers[request.request_id] = []
         self.wanted[request.request_id] = answer_alone(
-            request.prompt_token_ids, request.sampling, MAX_MODEL_LEN, self.limits.sliding_window
+            request.prompt_token_ids,
+            request.sampling,
+            MAX_MODEL_LEN,
+            self.limits.sliding_window,
+            request.cache_salt,
         )
 
     def fork(self, name: str) -> None:

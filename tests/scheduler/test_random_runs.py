@@ -1,88 +1,98 @@
-"""Random arrivals, aborts, stops, tiny pools and budgets: every answer equals what the request gets alone."""
+"""Random arrivals, aborts, stops, forks, pins and resets under random limits, every knob among them: each answer equals
+what the request gets alone, every invariant holds after every step, everything ends, and nothing is left."""
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+import os
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jaxcb.request import FinishReason, SamplingParams
-from tests.scheduler.fake_device import answer_alone, driver
+from jaxcb.errors import ConfigError
+from tests.scheduler.fuzz import Fuzz, fuzz_or_none
 
-MAX_MODEL_LEN = 24
+STEPS_A_LIFE = 250
+LIVES_IN_CI = 450
+"""With the rest of each life more than 100,000 steps. JAXCB_FUZZ_LIVES asks for another number."""
+NUM_PARTS = 10
 
-request = st.fixed_dictionaries(
-    {
-        "prefix": st.integers(0, 2),  # requests with the same number begin alike
-        "length": st.integers(1, MAX_MODEL_LEN - 1),
-        "max_tokens": st.one_of(st.none(), st.integers(1, 16)),
-        "ignore_eos": st.booleans(),
-        "stop": st.lists(st.integers(0, 49), max_size=2),
-        "arrives_after": st.integers(0, 4),
-        "aborts_after": st.one_of(st.none(), st.integers(0, 6)),
-    }
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_every_answer_is_that_of_the_request_alone(part):
+    lives = int(os.environ.get("JAXCB_FUZZ_LIVES", LIVES_IN_CI)) // NUM_PARTS
+    steps = 0
+    for seed in range(part * lives, (part + 1) * lives):
+        if (fuzz := fuzz_or_none(seed)) is None:
+            continue
+        try:
+            fuzz.run(STEPS_A_LIFE)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {fuzz.changes}: {error!r}") from error
+        steps += fuzz.num_steps
+    assert steps > 0.9 * lives * STEPS_A_LIFE, "too many of the random limits contradict each other"
+
+
+class SchedulerLife(RuleBasedStateMachine):
+    """The same operations in an order that hypothesis chooses, so that it can shrink what fails."""
+
+    @initialize(seed=st.integers(0, 10**6))
+    def start(self, seed: int) -> None:
+        self.fuzz = None
+        while self.fuzz is None:
+            try:
+                self.fuzz = Fuzz(seed)
+            except ConfigError:
+                seed += 1
+
+    @precondition(lambda self: len(self.fuzz.wanted) < 12)
+    @rule(seed=st.integers(0, 10**6))
+    def arrive(self, seed: int) -> None:
+        self.fuzz.rng = random.Random(seed)
+        self.fuzz.arrive()
+
+    @precondition(lambda self: self._live())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.fuzz.abort(data.draw(st.sampled_from(self._live())))
+
+    @precondition(lambda self: self._live())
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        self.fuzz.fork(data.draw(st.sampled_from(self._live())))
+
+    @rule()
+    def pin(self) -> None:
+        self.fuzz.pin()
+
+    @rule()
+    def reset(self) -> None:
+        self.fuzz.driver.scheduler.reset_prefixes()
+
+    @precondition(lambda self: self.fuzz.driver.in_flight)
+    @rule()
+    def commit(self) -> None:
+        self.fuzz.driver.commit()
+
+    @precondition(lambda self: self.fuzz.driver.in_flight or self.fuzz.driver.scheduler.has_requests)
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.fuzz.driver.in_flight or self.fuzz.driver.scheduler.has_requests:
+                self.fuzz.driver.step()
+
+    def teardown(self) -> None:
+        if getattr(self, "fuzz", None) is not None:
+            self.fuzz.drain()
+
+    def _live(self) -> list[str]:
+        done = self.fuzz.driver.finished.keys() | self.fuzz.aborted
+        return [name for name in self.fuzz.wanted if name not in done]
+
+
+TestSchedulerLife = SchedulerLife.TestCase
+TestSchedulerLife.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    requests=st.lists(request, min_size=1, max_size=10),
-    depth=st.integers(0, 2),
-    num_seqs=st.integers(1, 4),
-    budget=st.sampled_from([1, 2, 3, 15, 16, 17, 64]),
-    page_size=st.sampled_from([2, 4, 8]),
-    spare_pages=st.integers(0, 6),
-    prefix_caching=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.2]),
-)
-def test_every_answer_is_that_of_the_request_alone(
-    requests, depth, num_seqs, budget, page_size, spare_pages, prefix_caching, watermark
-):
-    d = driver(
-        depth,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=MAX_MODEL_LEN,
-        page_size=page_size,
-        num_kv_pages=-(-MAX_MODEL_LEN // page_size) + spare_pages,
-        enable_prefix_caching=prefix_caching,
-        admission_watermark=watermark,
-    )
-    wanted: dict[str, list[int]] = {}
-    aborts: dict[int, list[str]] = {}
-    step = 0
-    for number, spec in enumerate(requests):
-        prompt = [(5 * spec["prefix"] + i) % 50 for i in range(spec["length"])]
-        room = MAX_MODEL_LEN - len(prompt)
-        sampling = SamplingParams(
-            max_tokens=None if spec["max_tokens"] is None else min(spec["max_tokens"], room),
-            ignore_eos=spec["ignore_eos"],
-            stop_token_ids=tuple(spec["stop"]),
-        )
-        name = str(number)
-        for _ in range(spec["arrives_after"]):
-            d.step()
-            step += 1
-            for aborted in aborts.pop(step, ()):
-                d.scheduler.finish(aborted, FinishReason.ABORT)
-        d.add(name, prompt, sampling)
-        wanted[name] = answer_alone(prompt, sampling, MAX_MODEL_LEN)
-        if spec["aborts_after"] is not None:
-            aborts.setdefault(step + 1 + spec["aborts_after"], []).append(name)
-    while aborts:
-        d.step()
-        step += 1
-        for aborted in aborts.pop(step, ()):
-            d.scheduler.finish(aborted, FinishReason.ABORT)
-    d.run(max_steps=5_000)
-
-    aborted = {str(i) for i, spec in enumerate(requests) if spec["aborts_after"] is not None}
-    for name, answer in wanted.items():
-        if name in d.finished:
-            assert d.answers[name] == answer
-            by_token = answer[-1] in d.finished[name].sequence.end_ids
-            assert d.finished[name].finish_reason is (FinishReason.STOP if by_token else FinishReason.LENGTH)
-        else:
-            assert name in aborted
-            assert d.answers[name] == answer[: len(d.answers[name])]
-    assert d.scheduler.num_live_pages == 0
-    assert d.scheduler.pool.num_free == d.scheduler.pool.num_pages

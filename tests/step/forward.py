@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcb.models import ModelSpec, apply_head
+from jaxcb.config import Backend
+from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import PlanRow, Sequence, StepPlan
 from jaxcb.step.batch import SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket
+from jaxcb.step.controls import ControlLayout
 from jaxcb.step.program import StepProgram
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
 
@@ -22,39 +24,41 @@ PAGE_SIZE = 16
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(spec: ModelSpec, bucket: Bucket, width: int):
+def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend):
     """The step's forward, and one that gives the logits of every token."""
     layout = StepLayout(bucket, width, bucket.num_seqs)
-    program = StepProgram(spec, layout, PAGE_SIZE, "xla")
+    program = StepProgram(spec, layout, PAGE_SIZE, backend)
 
     def every_token(params, kv, state, upload):
         batch = layout.unpack(upload)
         state = apply_changes(state, batch.change_index, batch.change_page)
         hidden, kv = program._layers(params, kv, state, batch, batch.token_ids)
-        return kv, state, apply_head(spec, params, hidden)
+        return kv, state, program._head(params, hidden, batch.query_starts[-1])
 
     return layout, jax.jit(program.forward, donate_argnums=(1, 2)), jax.jit(every_token, donate_argnums=(1, 2))
 
 
-def teacher_forced(spec: ModelSpec, params: Params, token_ids: list[int], chunk: int = 256) -> np.ndarray:
+def teacher_forced(
+    spec: ModelSpec, params: Params, token_ids: list[int], chunk: int = 256, backend: Backend = "xla"
+) -> np.ndarray:
     """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve."""
-    logits = [out[:count] for out, count in _chunks(spec, params, token_ids, min(chunk, len(token_ids)), every=True)]
-    return np.concatenate(logits)
+    parts = _chunks(spec, params, token_ids, min(chunk, len(token_ids)), every=True, backend=backend)
+    return np.concatenate([out[:count] for out, count in parts])
 
 
 def chunked(spec: ModelSpec, params: Params, token_ids: list[int], chunk: int) -> np.ndarray:
     """Logits [num_chunks, V] after each chunk of one sequence, out of the very program that serves."""
-    return np.stack([out[0] for out, _ in _chunks(spec, params, token_ids, chunk, every=False)])
+    return np.stack([out[0] for out, _ in _chunks(spec, params, token_ids, chunk, every=False, backend="xla")])
 
 
 def _chunks(
-    spec: ModelSpec, params: Params, token_ids: list[int], chunk: int, *, every: bool
+    spec: ModelSpec, params: Params, token_ids: list[int], chunk: int, *, every: bool, backend: Backend
 ) -> Iterator[tuple[np.ndarray, int]]:
     width = -(-len(token_ids) // PAGE_SIZE)
-    layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width)
+    layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width, backend)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
     kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
-    state = SlotState.zeros(layout.num_slots, width)
+    state = SlotState.zeros(layout.num_slots, width, ControlLayout(spec.vocab_size, 8))
     for start in range(0, len(token_ids), chunk):
         part = token_ids[start : start + chunk]
         first, last = start // PAGE_SIZE, -(-(start + len(part)) // PAGE_SIZE)
@@ -74,7 +78,6 @@ def row_of(
     sequence = Sequence(request=request, token_ids=[0], max_total_tokens=10**6, end_ids=frozenset())
     return PlanRow(
         sequence=sequence,
-        generation=0,
         slot=slot,
         token_ids=token_ids,
         start=start,

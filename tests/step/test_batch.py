@@ -7,14 +7,17 @@ from jaxcb.request import SamplingParams
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes, unpack_sampling
 from jaxcb.step.buckets import Bucket, Buckets
+from jaxcb.step.controls import ControlLayout
 from tests.step.forward import row_of
 
-SLOTS, P = 9, 6
+SLOTS, P, V = 9, 6, 40
 
 
 def example() -> StepPlan:
     """The plan of the docstrings: a decodes at position 7, b is given three tokens from position 4 on."""
-    a = row_of(5, [-1], start=7, pages=[], sampling=SamplingParams(temperature=0.5, top_k=3, seed=2**40 + 5))
+    a = row_of(
+        5, [-1], start=7, pages=[], sampling=SamplingParams(temperature=0.5, top_k=3, min_p=0.125, seed=2**40 + 5)
+    )
     b = row_of(2, [11, 12, 13], start=4, pages=[8, 2])
     b.first_new_page = 2
     return StepPlan(0, [a, b], 4, 1)
@@ -38,11 +41,12 @@ def test_the_worked_example_of_the_docstring():
 def test_sampling_parameters_arrive_as_they_were_sent():
     layout = StepLayout(Bucket(8, 4, False), P, SLOTS)
     upload, _ = layout.pack(example())
-    part = unpack_sampling(layout.sample_part(jnp.asarray(upload)), 4)
-    np.testing.assert_array_equal(part.sample_slots, [5, 2, SLOTS, SLOTS])
+    slots, part = unpack_sampling(layout.sample_part(jnp.asarray(upload)), 4)
+    np.testing.assert_array_equal(slots, [5, 2, SLOTS, SLOTS])
     np.testing.assert_array_equal(part.positions, [8, 7, 0, 0])
     np.testing.assert_array_equal(part.temperature, np.float32([0.5, 0, 0, 0]))
     np.testing.assert_array_equal(part.top_p, np.float32([1, 1, 1, 1]))
+    np.testing.assert_array_equal(part.min_p, np.float32([0.125, 0, 0, 0]))
     np.testing.assert_array_equal(part.top_k, [3, 0, 0, 0])
     np.testing.assert_array_equal(part.seeds[0], np.uint32([5, 2**8]))
     assert (np.asarray(part.forbidden) == -1).all()
@@ -51,7 +55,7 @@ def test_sampling_parameters_arrive_as_they_were_sent():
 def test_a_negative_seed_and_a_huge_top_k_fit():
     row = row_of(0, [1], start=0, pages=[], sampling=SamplingParams(top_k=2**40, seed=-1))
     layout = StepLayout(Bucket(1, 1, True), P, SLOTS)
-    part = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan(0, [row], 1, 1))[0])), 1)
+    _, part = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan(0, [row], 1, 1))[0])), 1)
     assert int(part.top_k[0]) == 2**31 - 1
     np.testing.assert_array_equal(part.seeds[0], np.uint32([2**32 - 1, 2**32 - 1]))
 
@@ -60,8 +64,8 @@ def test_a_row_that_samples_nothing_goes_to_the_trash_slot():
     row = row_of(3, [1, 2], start=0, pages=[1])
     row.samples = False
     layout = StepLayout(Bucket(2, 2, False), P, SLOTS)
-    part = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan(0, [row], 2, 0))[0])), 2)
-    np.testing.assert_array_equal(part.sample_slots, [SLOTS, SLOTS])
+    slots, _ = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan(0, [row], 2, 0))[0])), 2)
+    np.testing.assert_array_equal(slots, [SLOTS, SLOTS])
 
 
 def test_more_table_changes_than_an_upload_holds_are_handed_back():
@@ -75,7 +79,7 @@ def test_more_table_changes_than_an_upload_holds_are_handed_back():
 
 
 def test_changes_reach_only_their_slot():
-    state = SlotState.zeros(3, 4)
+    state = SlotState.zeros(3, 4, ControlLayout(V, 8))
     state = apply_changes(state, jnp.int32([1 * 4 + 2, 3 * 4]), jnp.int32([7, 0]))
     np.testing.assert_array_equal(state.block_tables, [[0, 0, 0, 0], [0, 0, 7, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
 

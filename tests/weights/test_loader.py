@@ -234,6 +234,7 @@ def test_load_of_the_built_in_model(builtin_model, golden):
 
 
 def test_auto_dtype_is_bfloat16_where_the_hardware_multiplies_it():
-    assert default_dtype("gpu") == "bfloat16"
+    assert default_dtype("gpu", native=False) == "bfloat16"
+    assert default_dtype("cpu", native=True) == "bfloat16"
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    assert default_dtype("cpu") == ("bfloat16" if "avx512_bf16" in flags else "float32")
+    assert default_dtype("cpu", native=False) == ("bfloat16" if "avx512_bf16" in flags else "float32")

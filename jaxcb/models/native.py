@@ -1,0 +1,94 @@
+"""The decoder on the native CPU kernels: five calls a layer, with norms, biases, activation and residual inside them.
+
+The layers are a loop of which the program holds one turn: the kernels take the weights of all layers and the number of
+the layer at hand. Rows of padding cost nothing, since the kernels know how many rows there are. The stream between the
+calls is float32, whatever the weights are; products accumulate in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxcb.models.rope import rope_tables
+from jaxcb.models.spec import ModelSpec
+from pallas_kernels import native
+
+Params = dict[str, Any]
+KV = Shaped[Array, "F page_size K D"]
+
+
+def apply_layers(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    kv: KV,
+    batch: native.Tables,
+) -> tuple[Float[Array, "T E"], KV]:
+    """As :func:`jaxcb.models.decoder.apply_layers`, attention and KV write included. Padding rows come out as 0."""
+    layers = [params["layers"][i] for i in range(spec.num_layers)]
+    num_rows = batch.query_starts[-1]
+    cos, sin = rope_tables(spec.rope, spec.head_dim, positions)
+    windows = jnp.asarray([window or 0 for window in spec.windows], jnp.int32)
+
+    def product(name: str, norm: str | None = None) -> Callable[..., Float[Array, "T O"]]:
+        linear = [layer[name] for layer in layers]
+        return functools.partial(
+            native.product,
+            kernels=[part["kernel"] for part in linear],
+            scales=[part["scale"] for part in linear] if "scale" in linear[0] else None,
+            biases=[part["bias"].astype(jnp.float32) for part in linear] if "bias" in linear[0] else None,
+            norms=None if norm is None else [layer[norm]["scale"] for layer in layers],
+            eps=spec.rms_norm_eps,
+            num_rows=num_rows,
+        )
+
+    qkv, o = product("qkv", "input_norm"), product("o")
+    gate_up, down = product("gate_up", "post_norm"), product("down")
+    q_norms, k_norms = (_stacked(layers, name) if spec.qk_norm else None for name in ("q_norm", "k_norm"))
+
+    def one_layer(index: Int[Array, ""], carry: tuple[Array, KV]) -> tuple[Array, KV]:
+        x, kv = carry
+        attended, kv = native.place_and_attend(
+            qkv(x, layer=index),
+            cos,
+            sin,
+            kv,
+            batch,
+            layer=index,
+            num_layers=spec.num_layers,
+            eps=spec.rms_norm_eps,
+            window=windows[index],
+            q_norm=None if q_norms is None else q_norms[index],
+            k_norm=None if k_norms is None else k_norms[index],
+        )
+        x = o(attended, layer=index, residual=x)
+        return down(gate_up(x, layer=index, activation="silu"), layer=index, residual=x), kv
+
+    x = jnp.take(params["embed"]["embedding"], token_ids, axis=0, mode="clip").astype(jnp.float32)
+    return lax.fori_loop(0, spec.num_layers, one_layer, (x, kv))
+
+
+def apply_head(
+    spec: ModelSpec, params: Params, hidden: Float[Array, "S E"], num_rows: Int[Array, ""]
+) -> Float[Array, "S V"]:
+    """Logits of the first ``num_rows`` rows; the others are 0."""
+    head = params.get("lm_head", {"kernel": params["embed"]["embedding"]})
+    return native.product(
+        hidden,
+        [head["kernel"]],
+        scales=[head["scale"]] if "scale" in head else None,
+        norms=[params["final_norm"]["scale"]],
+        eps=spec.rms_norm_eps,
+        num_rows=num_rows,
+    )
+
+
+def _stacked(layers: list[Params], name: str) -> Float[Array, "L D"]:
+    return jnp.stack([layer[name]["scale"] for layer in layers])

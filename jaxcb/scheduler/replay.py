@@ -1,0 +1,193 @@
+"""Deterministic replay: what happened to a scheduler, as JSON lines, and the same plans from it again.
+
+The scheduler reads no clock and draws no random number, so its calls and their arguments say everything. A log that an
+engine recorded (``EngineConfig(event_log="FILE")``) is all that a bug report needs:
+
+    python -m jaxcb.scheduler.replay FILE
+
+Lines, in the order of the calls: the limits first; then ``add``, ``finish``, ``plan`` (with a checksum of the rows, or
+null), ``commit`` and so on. Prompts are in it as token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Array
+from pathlib import Path
+from typing import Any, TextIO
+
+from jaxcb.errors import JaxcbError, RequestError
+from jaxcb.request import FinishReason, Request, SamplingParams
+from jaxcb.scheduler.knobs import SchedulerLimits
+from jaxcb.scheduler.plan import Sampled, StepPlan, TokenEvent
+from jaxcb.scheduler.policy import Key
+from jaxcb.scheduler.scheduler import Scheduler
+from jaxcb.scheduler.sequence import Sequence
+
+
+class ReplayError(JaxcbError):
+    """A log can't be read, or another plan came of it than was recorded."""
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that writes down every call. ``file`` is flushed after each, since a log is most wanted after a
+    crash."""
+
+    def __init__(self, limits: SchedulerLimits, eos_token_ids: Array[int] = (), *, file: TextIO):
+        super().__init__(limits, eos_token_ids)
+        self._file = file
+        values = {name: _plain(value) for name, value in dataclasses.asdict(limits).items()}
+        self._write({"limits": values, "eos_token_ids": sorted(eos_token_ids)})
+
+    def add(self, request: Request, *, parent_id: str | None = None) -> Sequence:
+        self._write({"add": _of_request(request), "parent_id": parent_id})
+        return super().add(request, parent_id=parent_id)
+
+    def add_choices(self, requests: Array[Request]) -> list[Sequence]:
+        self._write({"add_choices": [_of_request(request) for request in requests]})
+        return super().add_choices(requests)
+
+    def finish(self, request_id: str, reason: FinishReason) -> Sequence | None:
+        self._write({"finish": request_id, "reason": reason.value})
+        return super().finish(request_id, reason)
+
+    def pin_prefix(self, token_ids: Array[int], cache_salt: str = "") -> int:
+        self._write({"pin_prefix": list(token_ids), "cache_salt": cache_salt})
+        return super().pin_prefix(token_ids, cache_salt)
+
+    def unpin_prefixes(self) -> None:
+        self._write({"unpin_prefixes": None})
+        super().unpin_prefixes()
+
+    def reset_prefixes(self) -> None:
+        self._write({"reset_prefixes": None})
+        super().reset_prefixes()
+
+    def plan(self) -> StepPlan | None:
+        plan = super().plan()
+        self._write({"plan": checksum(plan)})
+        return plan
+
+    def commit(self, plan: StepPlan, sampled: Array[Sampled]) -> list[TokenEvent]:
+        self._write({"commit": plan.step, "sampled": list(sampled)})
+        return super().commit(plan, sampled)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        self._write({"observe": plan.step, "seconds": seconds})
+        super().observe(plan, seconds)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+
+def checksum(plan: StepPlan | None) -> int | None:
+    """Of everything that the device is told."""
+    if plan is None:
+        return None
+    rows = [
+        (row.sequence.request.request_id, row.slot, row.start, list(row.token_ids), row.first_new_page, row.new_pages)
+        for row in plan.rows
+    ]
+    return zlib.crc32(repr((plan.step, plan.num_decodes, rows, plan.moves)).encode())
+
+
+def replay(lines: Iterable[str], *, policy: Key | None = None) -> list[StepPlan]:
+    """Do again what a log says.
+
+    Arguments:
+        lines: of the log.
+        policy: the key function that the log's scheduler had, if it had one of the user's own.
+
+    Returns:
+        Every plan.
+
+    Raises:
+        ReplayError: a line can't be read, or a plan differs from the recorded one; the message names the line.
+    """
+    plans: list[StepPlan] = []
+    scheduler: Scheduler | None = None
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+            if scheduler is None:
+                scheduler = _start(event, policy)
+                continue
+            kind = next(iter(event))
+            _CALLS[kind](scheduler, event, plans)
+        except RequestError:
+            continue  # the recorded call was refused too
+        except (ValueError, LookupError, TypeError, StopIteration) as error:
+            raise ReplayError(f"line {number} is not of a scheduler's log: {type(error).__name__}: {error}") from error
+        except _OtherPlanError as error:
+            raise ReplayError(f"line {number}: {error}") from error
+    return plans
+
+
+class _OtherPlanError(Exception):
+    pass
+
+
+def _plan(scheduler: Scheduler, event: dict[str, Any], plans: list[StepPlan]) -> None:
+    plan = scheduler.plan()
+    if checksum(plan) != event["plan"]:
+        raise _OtherPlanError(f"step {len(plans)} is planned otherwise than it was recorded")
+    if plan is not None:
+        plans.append(plan)
+
+
+_CALLS: dict[str, Callable[[Scheduler, dict[str, Any], list[StepPlan]], object]] = {
+    "plan": _plan,
+    "add": lambda s, event, plans: s.add(_request(event["add"]), parent_id=event["parent_id"]),
+    "add_choices": lambda s, event, plans: s.add_choices([_request(fields) for fields in event["add_choices"]]),
+    "finish": lambda s, event, plans: s.finish(event["finish"], FinishReason(event["reason"])),
+    "pin_prefix": lambda s, event, plans: s.pin_prefix(event["pin_prefix"], event["cache_salt"]),
+    "unpin_prefixes": lambda s, event, plans: s.unpin_prefixes(),
+    "reset_prefixes": lambda s, event, plans: s.reset_prefixes(),
+    "commit": lambda s, event, plans: s.commit(plans[event["commit"]], event["sampled"]),
+    "observe": lambda s, event, plans: s.observe(plans[event["observe"]], event["seconds"]),
+}
+
+
+def _start(event: dict[str, Any], policy: Key | None) -> Scheduler:
+    values = dict(event["limits"], step_sizes=tuple(event["limits"]["step_sizes"]))
+    if policy is not None:
+        values["policy"] = policy
+    return Scheduler(SchedulerLimits(**values), event["eos_token_ids"])
+
+
+def _of_request(request: Request) -> dict[str, Any]:
+    return dataclasses.asdict(request) | {"prompt_token_ids": list(request.prompt_token_ids)}
+
+
+def _request(fields: dict[str, Any]) -> Request:
+    return Request(**{**fields, "sampling": SamplingParams(**fields["sampling"])})
+
+
+def _plain(value: Any) -> Any:
+    """A function goes by its name, which replay can't call."""
+    return f"function {getattr(value, '__qualname__', value)}" if callable(value) else value
+
+
+def main(argv: Array[str] | None = None) -> int:
+    """Replay a log; status 1 if it can't be or a plan differs."""
+    parser = argparse.ArgumentParser(prog="python -m jaxcb.scheduler.replay", description="Replay a scheduler's log.")
+    parser.add_argument("file", type=Path)
+    args = parser.parse_args(argv)
+    try:
+        with args.file.open(encoding="utf-8") as lines:
+            plans = replay(lines)
+    except (JaxcbError, OSError, UnicodeDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(plans)} steps, {sum(plan.num_tokens for plan in plans)} tokens, planned as recorded")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,182 @@
+"""Samplers: the programs that turn a step's logits into tokens and log-probabilities, and when each is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled, Lowered
+from jaxtyping import Array, Float, Int
+
+from jaxcb.logprobs import Logprobs
+from jaxcb.models import ModelSpec
+from jaxcb.models.decoder import Params
+from jaxcb.sampling import Tier
+from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
+from jaxcb.sampling_params import SamplingParams
+from jaxcb.scheduler import StepPlan
+from jaxcb.scheduler.sequence import Sequence
+from jaxcb.step.batch import SlotState, sample_size, set_controls
+from jaxcb.step.controls import ControlLayout
+from jaxcb.step.program import prompt_logprobs, sample_step
+from pallas_kernels.metadata import Backend
+
+Job = tuple[Callable[[], Lowered], Callable[[Compiled], Any]]
+PROMPT_ROWS = 64
+"""Prompt positions whose log-probabilities one call computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptPiece:
+    """Log-probabilities of the tokens after prompt position ``first`` and on, on their way to the host."""
+
+    sequence: Sequence
+    first: int
+    token_ids: list[int]
+    values: RowLogprobs
+
+    def wait(self) -> Logprobs:
+        count = len(self.token_ids)
+        sampling = self.sequence.request.sampling
+        return _on_host(self.values, self.token_ids, slice(0, count), sampling.prompt_logprobs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """A step's results on their way to the host. ``logprobs`` by whether every id was asked for."""
+
+    token_ids: Int[Array, "S"]
+    logprobs: Mapping[bool, RowLogprobs]
+    prompt: list[PromptPiece]
+
+    def logprobs_of(self, index: int, sampling: SamplingParams, token_id: int) -> Logprobs | None:
+        """Those of the token of row ``index``, if its request asks for them."""
+        if sampling.logprobs is None:
+            return None
+        values = self.logprobs[sampling.logprobs < 0]
+        return _on_host(values, [token_id], slice(index, index + 1), sampling.logprobs)
+
+
+class Samplers:
+    """One set for each number of rows.
+
+    Arguments:
+        logits_dtype: of logits and hidden states.
+        processed: log-probabilities are those after every change of the logits, in place of the model's own.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, backend: Backend, controls: ControlLayout, logits_dtype: Any, *, processed: bool
+    ):
+        self._spec, self._backend, self._controls = spec, backend, controls
+        self._dtype, self._processed = logits_dtype, processed
+        self._sample: dict[tuple[int, Tier], Compiled] = {}
+        self._logprobs: dict[tuple[int, bool], Compiled] = {}
+        self._prompt: dict[tuple[int, bool], Compiled] = {}
+        self._set_controls: Compiled | None = None
+        self._at_rest = controls.pack(None)
+        self._controlled_slots: set[int] = set()
+
+    def jobs(
+        self, params: Params, state: SlotState, row_counts: Iterable[int], mixed_tokens: Iterable[int]
+    ) -> Iterable[Job]:
+        """Every program: (lower it, keep it). The arguments are abstract."""
+        V, array = self._spec.vocab_size, jax.ShapeDtypeStruct
+        for S in row_counts:
+            logits, ids = array((S, V), self._dtype), array((S,), jnp.int32)
+            part = array((sample_size(S),), jnp.int32)
+            for tier in Tier:
+                step = functools.partial(sample_step, tier=tier, keep_logits=self._processed)
+                yield _job(jax.jit(step, donate_argnums=0), (state, logits, part), self._sample, (S, tier))
+            kept = array((S, V), jnp.float32 if self._processed else self._dtype)
+            for every in (False, True):
+                program = jax.jit(functools.partial(row_logprobs, every=every))
+                yield _job(program, (kept, ids), self._logprobs, (S, every))
+        for T in mixed_tokens:
+            hidden = array((T, self._spec.hidden_size), self._dtype)
+            rows = array((PROMPT_ROWS,), jnp.int32)
+            for every in (False, True):
+                program = jax.jit(functools.partial(prompt_logprobs, self._spec, self._backend, every=every))
+                yield _job(program, (params, hidden, rows, rows), self._prompt, (T, every))
+        setter = jax.jit(functools.partial(set_controls, layout=self._controls), donate_argnums=0)
+        slot, row = array((), jnp.int32), array((self._controls.size,), jnp.int32)
+        yield functools.partial(setter.lower, state, slot, row), functools.partial(setattr, self, "_set_controls")
+
+    def enter(self, state: SlotState, plan: StepPlan) -> SlotState:
+        """Give the slots of newcomers their controls; those of others at rest stay as they are."""
+        for row in plan.rows:
+            if not row.new_pages or row.first_new_page:
+                continue
+            sequence = row.sequence
+            if sequence.request.sampling.controlled:
+                values = self._controls.pack(sequence.request, sequence.token_ids)
+                self._controlled_slots.add(row.slot)
+            elif row.slot in self._controlled_slots:
+                values = self._at_rest
+                self._controlled_slots.remove(row.slot)
+            else:
+                continue
+            assert self._set_controls is not None, "the programs are compiled first"
+            state = self._set_controls(state, np.int32(row.slot), values)
+        return state
+
+    def sample(
+        self,
+        params: Params,
+        state: SlotState,
+        logits: Float[Array, "S V"],
+        hidden: Float[Array, "T E"] | None,
+        part: Int[Array, "sample_size"],
+        plan: StepPlan,
+    ) -> tuple[SlotState, Sampled]:
+        """Sample a step's rows and start the copies to the host."""
+        S = logits.shape[0]
+        state, token_ids, drawn_from = self._sample[S, tier_of(plan)](state, logits, part)
+        asked = {
+            count < 0
+            for row in plan.rows
+            if row.samples and (count := row.sequence.request.sampling.logprobs) is not None
+        }
+        source = logits if drawn_from is None else drawn_from
+        logprobs = {every: self._logprobs[S, every](source, token_ids) for every in asked}
+        prompt = [] if hidden is None else list(self._prompt_pieces(params, hidden, plan))
+        for array in jax.tree.leaves((token_ids, logprobs, [piece.values for piece in prompt])):
+            array.copy_to_host_async()
+        return state, Sampled(token_ids, logprobs, prompt)
+
+    def _prompt_pieces(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan) -> Iterable[PromptPiece]:
+        offset = 0
+        for row in plan.rows:
+            sequence, wanted = row.sequence, row.sequence.request.sampling.prompt_logprobs
+            if wanted is not None:
+                prompt = sequence.request.prompt_token_ids
+                end = min(row.context_len, len(prompt) - 1)  # the hidden state at i tells of the token at i + 1
+                for start in range(row.start, end, PROMPT_ROWS):
+                    count = min(PROMPT_ROWS, end - start)
+                    rows, targets = np.zeros(PROMPT_ROWS, np.int32), np.zeros(PROMPT_ROWS, np.int32)
+                    rows[:count] = np.arange(count) + offset + start - row.start
+                    token_ids = list(prompt[start + 1 : start + 1 + count])
+                    targets[:count] = token_ids
+                    program = self._prompt[hidden.shape[0], wanted < 0]
+                    yield PromptPiece(sequence, start, token_ids, program(params, hidden, rows, targets))
+            offset += row.num_tokens
+
+
+def tier_of(plan: StepPlan) -> Tier:
+    """The cheapest tier that honours every row that samples."""
+    return Tier(max((row.sequence.request.sampling.tier for row in plan.rows if row.samples), default=0))
+
+
+def _on_host(values: RowLogprobs, token_ids: list[int], rows: slice, k: int | None) -> Logprobs:
+    chosen, ranks, top_ids, top = (np.asarray(array)[rows] for array in values)
+    everything = Logprobs(np.asarray(token_ids, np.int32), chosen, ranks, top_ids, top)
+    return everything if k is None or k < 0 else everything.limited(k)
+
+
+def _job(program: Any, arguments: tuple[Any, ...], kept: dict[Any, Compiled], key: Any) -> Job:
+    return functools.partial(program.lower, *arguments), functools.partial(kept.__setitem__, key)

@@ -1,0 +1,41 @@
+"""int8 weights: symmetric, a scale an output channel, made when a model is loaded; the native kernels multiply them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Params = dict[str, Any]
+_LINEAR = ("qkv", "o", "gate_up", "down")
+
+
+def quantize(params: Params) -> Params:
+    """The same model with the kernels of its layers and of its head as int8.
+
+    A linear part {"kernel": [O, I], ...} becomes {"kernel": int8 [O, I], "scale": float32 [O], ...}, where
+    kernel * scale is the weight. A tied model gets a head of its own; the embedding that tokens are looked up in stays.
+    What is int8 already stays as it is.
+    """
+    layers = {
+        index: {name: _quantized(part) if name in _LINEAR else part for name, part in layer.items()}
+        for index, layer in params["layers"].items()
+    }
+    head = params.get("lm_head", {"kernel": params["embed"]["embedding"]})
+    return params | {"layers": layers, "lm_head": _quantized(head)}
+
+
+def _quantized(part: Params) -> Params:
+    if "scale" in part:
+        return part
+    kernel, scale = _rounded(part["kernel"])
+    return part | {"kernel": kernel, "scale": scale}
+
+
+@jax.jit
+def _rounded(kernel: Float[Array, "O I"]) -> tuple[Array, Float[Array, "O"]]:
+    kernel = kernel.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(kernel), -1), jnp.finfo(jnp.float32).tiny) / 127
+    return jnp.round(kernel / scale[:, None]).astype(jnp.int8), scale

@@ -1,0 +1,20 @@
+"""The native backend: C++ kernels for CPUs, called by XLA through jax.ffi. Attention over pages, and products.
+
+Nothing here is compiled or loaded by an import: :func:`load` does it, or says why it can't be done.
+"""
+
+from pallas_kernels.native.build import NativeError
+from pallas_kernels.native.library import Library, load, loaded
+from pallas_kernels.native.ops import WEIGHT_DTYPES, Tables, attention, place_and_attend, product
+
+__all__ = [
+    "WEIGHT_DTYPES",
+    "Library",
+    "NativeError",
+    "Tables",
+    "attention",
+    "load",
+    "loaded",
+    "place_and_attend",
+    "product",
+]

@@ -1,0 +1,226 @@
+"""The kernels as functions of jax arrays. Shapes and dtypes are checked while tracing; :func:`load` comes first.
+
+Weights of several layers may be given as a list of which ``layer``, traced or not, picks one: a loop over layers then
+is one call in the program, and no array is sliced or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Int32, Shaped
+
+from pallas_kernels.checks import require, require_array
+
+Activation = Literal["silu", "gelu_tanh"]
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
+PAGE_DTYPES = ("float32", "bfloat16", "float16", "uint16")
+MAX_HEAD_DIM = 512
+_ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
+
+
+class Tables(NamedTuple):
+    """A ragged batch as :func:`pallas_kernels.attention_metadata` describes it. S sequences, P pages each."""
+
+    query_starts: Int32[Array, "S+1"]
+    context_lens: Int32[Array, "S"]
+    block_tables: Int32[Array, "S P"]
+
+
+def product(
+    x: Float[Array, "T I"],
+    kernels: Sequence[Shaped[Array, "O I"]],
+    *,
+    layer: int | Int[Array, ""] = 0,
+    num_rows: int | Int[Array, ""] | None = None,
+    scales: Sequence[Float[Array, "O"]] | None = None,
+    biases: Sequence[Float[Array, "O"]] | None = None,
+    norms: Sequence[Float[Array, "I"]] | None = None,
+    eps: float = 0.0,
+    activation: Activation | None = None,
+    residual: Float[Array, "T O"] | None = None,
+) -> Float[Array, "T N"]:
+    """``h @ kernels[layer].T + bias + residual`` in float32, where h is x or its RMS norm.
+
+    With an activation, the kernel holds gate and up, O = 2N, and the result is ``activation(gate) * up``. A row's
+    bits don't depend on the other rows or on how many there are.
+
+    Arguments:
+        x: float32.
+        kernels: one a layer, all of one shape and dtype.
+        layer: which of them.
+        num_rows: rows that are computed, the others come out as 0; None: all.
+        scales: of int8 kernels, by output.
+        biases: float32, one a layer.
+        norms: float32 scales of the RMS norm of x, one a layer.
+        eps: of the norm.
+        residual: float32, added last.
+
+    Raises:
+        ValueError: a shape or dtype can't be; the message names the argument.
+    """
+    require_array(x, "x", (None, None), dtypes=("float32",))
+    (T, I), L = x.shape, len(kernels)  # noqa: E741  # the letter of the shape
+    require(L >= 1, "kernels", "at least one", L)
+    O = kernels[0].shape[0]  # noqa: E741  # the letter of the shape
+    for kernel in kernels:
+        require_array(kernel, "kernels", (O, I), dtypes=(jnp.dtype(kernels[0].dtype).name,))
+    require_array(kernels[0], "kernels", (O, I), dtypes=WEIGHT_DTYPES)
+    require(activation is None or O % 2 == 0, "kernels", "of an even number of outputs, gate and up", O)
+    require(activation is None or residual is None, "residual", "None beside an activation", "an array")
+    require((scales is not None) == (kernels[0].dtype == jnp.int8), "scales", "given for int8 kernels alone", scales)
+    N = O if activation is None else O // 2
+    if residual is not None:
+        require_array(residual, "residual", (T, N), dtypes=("float32",))
+    lists = [("scales", scales, O), ("biases", biases, O), ("norms", norms, I)]
+    for name, arrays, size in lists:
+        for array in arrays or ():
+            require_array(array, name, (size,), dtypes=("float32",))
+        require(arrays is None or len(arrays) == L, name, f"one for each of {L} kernels", len(arrays or ()))
+    return jax.ffi.ffi_call("jaxcb_product", jax.ShapeDtypeStruct((T, N), jnp.float32))(
+        x,
+        _int32(T if num_rows is None else num_rows),
+        _int32(layer),
+        *([] if residual is None else [residual]),
+        *kernels,
+        *(array for _, arrays, _ in lists for array in arrays or ()),
+        num_layers=np.int64(L),
+        has_residual=residual is not None,
+        has_scales=scales is not None,
+        has_bias=biases is not None,
+        has_norm=norms is not None,
+        activation=np.int64(_ACTIVATIONS[activation]),
+        eps=np.float32(eps),
+    )
+
+
+def attention(
+    q: Float[Array, "T H D"],
+    kv_pages: Shaped[Array, "F page_size K D"],
+    tables: Tables,
+    *,
+    layer: int | Int[Array, ""],
+    num_layers: int,
+    scale: float | None = None,
+    window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+) -> Float[Array, "T H D"]:
+    """:func:`pallas_kernels.ragged_paged_attention` with float32 queries over pages that hold this step's keys.
+
+    Arguments:
+        window: may be traced; None or 0: all positions.
+        sinks: scores of a position without a value, one a head (gpt-oss).
+
+    Raises:
+        ValueError: a shape or dtype can't be; the message names the argument.
+    """
+    _check_pages(kv_pages, num_layers)
+    require_array(q, "q", (None, None, kv_pages.shape[3]), dtypes=("float32",))
+    require(q.shape[1] % kv_pages.shape[2] == 0, "q", f"of a multiple of {kv_pages.shape[2]} heads", q.shape[1])
+    return jax.ffi.ffi_call("jaxcb_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))(
+        q,
+        _optional(sinks, "sinks", q.shape[1]),
+        *_checked(tables),
+        _int32(layer),
+        _int32(window or 0 if isinstance(window, int | None) else window),
+        kv_pages,
+        num_layers=np.int64(num_layers),
+        scale=np.float32(kv_pages.shape[3] ** -0.5 if scale is None else scale),
+        soft_cap=np.float32(soft_cap or 0),
+    )
+
+
+def place_and_attend(
+    qkv: Float[Array, "T (H+2K)*D"],
+    cos: Float[Array, "T R/2"],
+    sin: Float[Array, "T R/2"],
+    kv_pages: Shaped[Array, "F page_size K D"],
+    tables: Tables,
+    *,
+    layer: int | Int[Array, ""],
+    num_layers: int,
+    q_norm: Float[Array, "D"] | None = None,
+    k_norm: Float[Array, "D"] | None = None,
+    eps: float = 0.0,
+    scale: float | None = None,
+    window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+) -> tuple[Float[Array, "T H*D"], Shaped[Array, "F page_size K D"]]:
+    """Normalise and rotate queries and keys, write keys and values into their pages in place, and attend.
+
+    Arguments:
+        qkv: queries, keys and values of every token as the projection left them, float32.
+        cos, sin: of the angles of every token's position; pairs are (i, i + R/2) of a head's first R features.
+        kv_pages: given up by the caller: written in place where XLA can.
+        q_norm, k_norm: scales of the RMS norm of every head; None: none.
+        scale, window, soft_cap, sinks: as for :func:`attention`.
+
+    Returns:
+        Attention of every token (0 for padding), and the pages. Padding tokens write nothing.
+
+    Raises:
+        ValueError: a shape or dtype can't be; the message names the argument.
+    """
+    _check_pages(kv_pages, num_layers)
+    K, D = kv_pages.shape[2:]
+    require_array(qkv, "qkv", (None, None), dtypes=("float32",))
+    T, width = qkv.shape
+    H = width // D - 2 * K
+    require(width == (H + 2 * K) * D and H >= 1 and H % K == 0, "qkv", f"of (n * {K} + 2 * {K}) * {D} features", width)
+    require_array(cos, "cos", (T, None), dtypes=("float32",))
+    require_array(sin, "sin", cos.shape, dtypes=("float32",))
+    require(2 * cos.shape[1] <= D, "cos", f"of at most {D // 2} angles", cos.shape[1])
+    out, pages = jax.ffi.ffi_call(
+        "jaxcb_place_and_attend",
+        (jax.ShapeDtypeStruct((T, H * D), jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
+        input_output_aliases={11: 1},
+    )(
+        qkv,
+        cos,
+        sin,
+        _optional(q_norm, "q_norm", D),
+        _optional(k_norm, "k_norm", D),
+        _optional(sinks, "sinks", H),
+        *_checked(tables),
+        _int32(layer),
+        _int32(window or 0 if isinstance(window, int | None) else window),
+        kv_pages,
+        num_heads=np.int64(H),
+        num_layers=np.int64(num_layers),
+        scale=np.float32(D**-0.5 if scale is None else scale),
+        soft_cap=np.float32(soft_cap or 0),
+        eps=np.float32(eps),
+    )
+    return out, pages
+
+
+def _check_pages(kv_pages: Shaped[Array, "F page_size K D"], num_layers: int) -> None:
+    require_array(kv_pages, "kv_pages", (None, None, None, None), dtypes=PAGE_DTYPES)
+    require(kv_pages.shape[3] <= MAX_HEAD_DIM, "kv_pages", f"of a head size up to {MAX_HEAD_DIM}", kv_pages.shape[3])
+    require(kv_pages.shape[0] % (2 * num_layers) == 0, "kv_pages", f"of 2 * {num_layers} * N pages", kv_pages.shape[0])
+
+
+def _checked(tables: Tables) -> Tables:
+    require_array(tables.block_tables, "block_tables", (None, None), dtypes=("int32",))
+    S = tables.block_tables.shape[0]
+    require_array(tables.context_lens, "context_lens", (S,), dtypes=("int32",))
+    require_array(tables.query_starts, "query_starts", (S + 1,), dtypes=("int32",))
+    return tables
+
+
+def _optional(array: Float[Array, "N"] | None, name: str, size: int) -> Float[Array, "N"]:
+    """The array, or one of no elements for the kernel to see that there is none."""
+    if array is None:
+        return jnp.zeros(0, jnp.float32)
+    require_array(array, name, (size,), dtypes=("float32",))
+    return array
+
+
+def _int32(value: int | Int[Array, ""]) -> Int32[Array, ""]:
+    return jnp.asarray(value, jnp.int32)

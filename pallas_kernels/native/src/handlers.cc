@@ -1,0 +1,186 @@
+// What XLA calls: operands and attributes of a custom call become arguments of the kernels.
+#include "attention.h"
+#include "product.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxcb {
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+
+class XlaPool final : public Pool {
+ public:
+  explicit XlaPool(ffi::ThreadPool& pool) : pool_(pool) {}
+  int64_t num_threads() const override { return pool_.num_threads(); }
+  void schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
+
+ private:
+  ffi::ThreadPool& pool_;
+};
+
+ffi::Error bad(const char* message) { return ffi::Error::InvalidArgument(message); }
+
+// uint16 holds the bits of bfloat16.
+bool number_of(ffi::DataType type, Number* number) {
+  switch (type) {
+    case ffi::F32: *number = Number::kF32; return true;
+    case ffi::BF16: case ffi::U16: *number = Number::kBF16; return true;
+    case ffi::F16: *number = Number::kF16; return true;
+    case ffi::S8: *number = Number::kS8; return true;
+    default: return false;
+  }
+}
+
+const float* optional(Floats x) { return x.element_count() ? x.typed_data() : nullptr; }
+
+// Operands after the fixed ones: [residual], kernels, [int8 scales], [biases], [norm scales]; each list has one entry a
+// layer. Rows from num_rows on are padding: nothing is computed for them, and they come out as 0.
+ffi::Error product(ffi::ThreadPool threads, Floats x, Ints num_rows, Ints layer, ffi::RemainingArgs rest,
+                   ffi::Result<Floats> y, int64_t num_layers, bool has_residual, bool has_scales, bool has_bias,
+                   bool has_norm, int64_t activation, float eps) {
+  size_t lists = 1 + has_scales + has_bias + has_norm;
+  if (rest.size() != has_residual + lists * num_layers) return bad("the operands don't add up");
+  int64_t index = layer.typed_data()[0];
+  if (index < 0 || index >= num_layers) return bad("layer is out of range");
+  size_t next = has_residual + index;
+  auto take = [&]() -> ffi::AnyBuffer {
+    auto buffer = rest.get<ffi::AnyBuffer>(next);
+    next += num_layers;
+    return *buffer;
+  };
+  auto take_floats = [&](bool present) { return present ? static_cast<const float*>(take().untyped_data()) : nullptr; };
+  ffi::AnyBuffer kernel = take();
+  Product p{};
+  p.x = x.typed_data();
+  p.weights = kernel.untyped_data();
+  if (!number_of(kernel.element_type(), &p.weight_type)) return bad("the weights' type is not supported");
+  p.scales = take_floats(has_scales);
+  p.bias = take_floats(has_bias);
+  p.norm = take_floats(has_norm);
+  p.residual = has_residual ? static_cast<const float*>(rest.get<ffi::AnyBuffer>(0)->untyped_data()) : nullptr;
+  p.y = y->typed_data();
+  int64_t all_rows = x.dimensions()[0], width = y->dimensions()[1];
+  p.rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, all_rows);
+  p.inputs = x.dimensions()[1];
+  p.outputs = kernel.dimensions()[0];
+  p.activation = static_cast<Activation>(activation);
+  p.eps = eps;
+  XlaPool pool(threads);
+  multiply(pool, p);
+  std::fill(p.y + p.rows * width, p.y + all_rows * width, 0.0f);
+  return ffi::Error::Success();
+}
+
+Shape shape_of(int64_t tokens, int64_t heads, const ffi::AnyBuffer& kv, Ints layer, Ints window, int64_t num_layers,
+               float scale, float soft_cap) {
+  auto d = kv.dimensions();
+  return Shape{tokens, heads, d[2], d[3], d[1], num_layers, layer.typed_data()[0], d[0], scale, soft_cap,
+               window.typed_data()[0]};
+}
+
+Batch batch_of(Ints query_starts, Ints context_lens, Ints block_tables) {
+  auto d = block_tables.dimensions();
+  return Batch{query_starts.typed_data(), context_lens.typed_data(), block_tables.typed_data(), d[0], d[1]};
+}
+
+ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats sinks, Ints query_starts, Ints context_lens,
+                     Ints block_tables, Ints layer, Ints window, ffi::AnyBuffer kv, ffi::Result<Floats> out,
+                     int64_t num_layers, float scale, float soft_cap) {
+  Shape s = shape_of(q.dimensions()[0], q.dimensions()[1], kv, layer, window, num_layers, scale, soft_cap);
+  Batch batch = batch_of(query_starts, context_lens, block_tables);
+  Number type;
+  if (!number_of(kv.element_type(), &type)) return bad("the pages' type is not supported");
+  if (const char* reason = why_not(s, batch)) return bad(reason);
+  int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
+  static thread_local Scratch scratch;
+  float* scaled = scratch.get(used * row);
+  for (int64_t i = 0; i < used * row; i++) scaled[i] = q.typed_data()[i] * scale;
+  std::fill(out->typed_data() + used * row, out->typed_data() + s.tokens * row, 0.0f);
+  XlaPool pool(threads);
+  attend(pool, s, batch, scaled, kv.untyped_data(), type, optional(sinks), out->typed_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error place_and_attend(ffi::ThreadPool threads, Floats qkv, Floats cos, Floats sin, Floats q_norm, Floats k_norm,
+                            Floats sinks, Ints query_starts, Ints context_lens, Ints block_tables, Ints layer,
+                            Ints window, ffi::AnyBuffer, ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> kv,
+                            int64_t num_heads, int64_t num_layers, float scale, float soft_cap, float eps) {
+  Shape s = shape_of(qkv.dimensions()[0], num_heads, *kv, layer, window, num_layers, scale, soft_cap);
+  Batch batch = batch_of(query_starts, context_lens, block_tables);
+  Number type;
+  if (!number_of(kv->element_type(), &type)) return bad("the pages' type is not supported");
+  if (const char* reason = why_not(s, batch)) return bad(reason);
+  int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
+  Projected p{qkv.typed_data(), cos.typed_data(), sin.typed_data(), 2 * cos.dimensions()[1], optional(q_norm),
+              optional(k_norm), eps};
+  static thread_local Scratch scratch;
+  float* q = scratch.get(used * row);
+  std::fill(out->typed_data() + used * row, out->typed_data() + s.tokens * row, 0.0f);
+  XlaPool pool(threads);
+  place(pool, s, batch, p, kv->untyped_data(), type, q);
+  attend(pool, s, batch, q, kv->untyped_data(), type, optional(sinks), out->typed_data());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxcb
+
+#define JAXCB_FLOATS Arg<jaxcb::Floats>()
+#define JAXCB_INTS Arg<jaxcb::Ints>()
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_product, jaxcb::product,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .JAXCB_FLOATS  // x
+                                  .JAXCB_INTS    // num_rows
+                                  .JAXCB_INTS    // layer
+                                  .RemainingArgs()
+                                  .Ret<jaxcb::Floats>()
+                                  .Attr<int64_t>("num_layers")
+                                  .Attr<bool>("has_residual")
+                                  .Attr<bool>("has_scales")
+                                  .Attr<bool>("has_bias")
+                                  .Attr<bool>("has_norm")
+                                  .Attr<int64_t>("activation")
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_attention, jaxcb::attention,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .JAXCB_FLOATS  // q
+                                  .JAXCB_FLOATS  // sinks
+                                  .JAXCB_INTS    // query_starts
+                                  .JAXCB_INTS    // context_lens
+                                  .JAXCB_INTS    // block_tables
+                                  .JAXCB_INTS    // layer
+                                  .JAXCB_INTS    // window
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<jaxcb::Floats>()
+                                  .Attr<int64_t>("num_layers")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_place_and_attend, jaxcb::place_and_attend,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .JAXCB_FLOATS  // qkv
+                                  .JAXCB_FLOATS  // cos
+                                  .JAXCB_FLOATS  // sin
+                                  .JAXCB_FLOATS  // q_norm
+                                  .JAXCB_FLOATS  // k_norm
+                                  .JAXCB_FLOATS  // sinks
+                                  .JAXCB_INTS    // query_starts
+                                  .JAXCB_INTS    // context_lens
+                                  .JAXCB_INTS    // block_tables
+                                  .JAXCB_INTS    // layer
+                                  .JAXCB_INTS    // window
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<jaxcb::Floats>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<int64_t>("num_heads")
+                                  .Attr<int64_t>("num_layers")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<float>("eps"));

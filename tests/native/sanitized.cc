@@ -1,0 +1,137 @@
+// Runs the kernels over random shapes on threads of its own, for the sanitizers to watch: every array is exactly as
+// large as it must be, and pages, rows and tokens that nobody may touch are not there.
+//
+//   sanitized SEED ROUNDS
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "product.h"
+
+using namespace jaxcb;
+
+class Threads : public Pool {
+ public:
+  explicit Threads(int count) {
+    for (int i = 1; i < count; i++) workers_.emplace_back([this] { work(); });
+  }
+  ~Threads() override {
+    { std::lock_guard lock(mutex_); stop_ = true; }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+  int64_t num_threads() const override { return static_cast<int64_t>(workers_.size()) + 1; }
+  void schedule(std::function<void()> task) override {
+    { std::lock_guard lock(mutex_); tasks_.push_back(std::move(task)); }
+    wake_.notify_one();
+  }
+
+ private:
+  void work() {
+    for (;;) {
+      std::function<void()> task;
+      {
+        std::unique_lock lock(mutex_);
+        wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
+        if (tasks_.empty()) return;
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      task();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> tasks_;
+  std::vector<std::thread> workers_;
+  bool stop_ = false;
+};
+
+std::mt19937 rng;
+
+int64_t between(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(rng); }
+template <class T> T one_of(std::initializer_list<T> list) { return list.begin()[between(0, list.size() - 1)]; }
+
+// A heap block of its own, so that a step past either end is seen.
+std::unique_ptr<float[]> floats(int64_t n) {
+  std::unique_ptr<float[]> out(new float[n]);
+  for (int64_t i = 0; i < n; i++) out[i] = static_cast<float>(between(-1000, 1000)) / 1000;
+  return out;
+}
+
+int64_t bytes_of(Number type) { return type == Number::kF32 ? 4 : type == Number::kS8 ? 1 : 2; }
+std::unique_ptr<char[]> numbers(int64_t n, Number type) {
+  std::unique_ptr<char[]> out(new char[n * bytes_of(type)]());
+  if (type == Number::kF32) memcpy(out.get(), floats(n).get(), n * 4);
+  return out;
+}
+
+void one_product(Pool& pool) {
+  Product p{};
+  p.rows = between(1, 60), p.inputs = between(1, 70), p.outputs = 2 * between(1, 60);
+  p.activation = one_of({Activation::kNone, Activation::kSilu, Activation::kGeluTanh});
+  p.weight_type = one_of({Number::kF32, Number::kBF16, Number::kF16, Number::kS8});
+  int64_t width = p.activation == Activation::kNone ? p.outputs : p.outputs / 2;
+  auto x = floats(p.rows * p.inputs), scales = floats(p.outputs), bias = floats(p.outputs), norm = floats(p.inputs);
+  auto residual = floats(p.rows * width), y = floats(p.rows * width);
+  auto weights = numbers(p.outputs * p.inputs, p.weight_type);
+  p.x = x.get(), p.y = y.get(), p.weights = weights.get(), p.eps = 1e-5f;
+  p.scales = between(0, 1) ? scales.get() : nullptr;
+  p.bias = between(0, 1) ? bias.get() : nullptr;
+  p.norm = between(0, 1) ? norm.get() : nullptr;
+  p.residual = p.activation == Activation::kNone && between(0, 1) ? residual.get() : nullptr;
+  multiply(pool, p);
+}
+
+void one_attention(Pool& pool) {
+  Shape s{};
+  int64_t sequences = between(1, 5), tokens = 0;
+  s.kv_heads = between(1, 3), s.heads = s.kv_heads * between(1, 6), s.head_dim = 2 * between(1, 40);
+  s.page_size = one_of<int64_t>({8, 16, 64}), s.num_layers = between(1, 2), s.layer = s.num_layers - 1;
+  s.window = between(0, 1) ? between(1, 100) : 0, s.soft_cap = between(0, 1) ? 20.0f : 0.0f, s.scale = 0.1f;
+  std::vector<int32_t> starts{0}, contexts;
+  int64_t pages = 0, width = 1;
+  for (int64_t i = 0; i < sequences; i++) {
+    int64_t context = between(0, 3) ? between(1, 150) : 0;
+    int64_t count = context == 0 ? 0 : between(0, 2) ? 1 : between(1, std::min<int64_t>(context, 40));
+    contexts.push_back(static_cast<int32_t>(context));
+    tokens += count;
+    starts.push_back(static_cast<int32_t>(tokens));
+    width = std::max(width, (context + s.page_size - 1) / s.page_size);
+  }
+  std::vector<int32_t> tables(sequences * width, -1);  // -1: never to be looked up
+  for (int64_t i = 0; i < sequences; i++) {
+    for (int64_t p = 0; p * s.page_size < contexts[i]; p++) tables[i * width + p] = static_cast<int32_t>(pages++);
+  }
+  if (tokens == 0) return;
+  s.tokens = tokens, s.num_flat_pages = pages * 2 * s.num_layers;
+  Batch batch{starts.data(), contexts.data(), tables.data(), sequences, width};
+  if (const char* reason = why_not(s, batch)) { std::printf("refused: %s\n", reason); std::exit(1); }
+  Number type = one_of({Number::kF32, Number::kBF16, Number::kF16});
+  auto kv = numbers(s.num_flat_pages * s.page_size * s.kv_heads * s.head_dim, type);
+  auto qkv = floats(tokens * (s.heads + 2 * s.kv_heads) * s.head_dim), q = floats(tokens * s.heads * s.head_dim);
+  int64_t half = between(0, s.head_dim / 2);
+  auto cos = floats(tokens * half), sin = floats(tokens * half), norm = floats(s.head_dim), sinks = floats(s.heads);
+  auto out = floats(tokens * s.heads * s.head_dim);
+  bool normed = between(0, 1);
+  Projected p{qkv.get(), cos.get(), sin.get(), 2 * half, normed ? norm.get() : nullptr, normed ? norm.get() : nullptr, 1e-5f};
+  place(pool, s, batch, p, kv.get(), type, q.get());
+  attend(pool, s, batch, q.get(), kv.get(), type, between(0, 1) ? sinks.get() : nullptr, out.get());
+}
+
+int main(int, char** arguments) {
+  rng.seed(std::atoi(arguments[1]));
+  Threads pool(3);
+  auto engine = [&](int rounds) { for (int i = 0; i < rounds; i++) { one_product(pool); one_attention(pool); } };
+  engine(std::atoi(arguments[2]));
+  std::puts("done");
+}

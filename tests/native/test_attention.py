@@ -1,0 +1,221 @@
+"""Native attention against float64, and the rule that a token's bits don't depend on how its sequence was cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import attention_metadata, native, ragged_paged_attention, reference
+from tests.pallas_kernels.batches import Batch, ragged_batch, relative_error
+
+pytestmark = pytest.mark.native
+TOLERANCE = 2e-6
+
+
+def tables_of(batch: Batch) -> native.Tables:
+    return native.Tables(*map(jnp.asarray, (batch.query_starts, batch.context_lens, batch.block_tables)))
+
+
+def attend(batch: Batch, **options: Any) -> np.ndarray:
+    """The public function on this backend: NaN stands in all that no query may see."""
+    return batch.attend("native", **options)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_any_ragged_batch(data):
+    draw = data.draw
+    context = st.integers(1, 300)
+    seqs = [(draw(st.integers(1, min(c, 40))), c) for c in draw(st.lists(context, min_size=1, max_size=5))]
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    batch = ragged_batch(
+        seqs,
+        seed=draw(st.integers(0, 2**31)),
+        heads=(kv_heads * group, kv_heads),
+        head_dim=draw(st.sampled_from([16, 20, 64, 80, 128, 256])),
+        page_size=draw(st.sampled_from([8, 16, 64, 128])),
+        num_tokens=sum(n for n, _ in seqs) + draw(st.integers(0, 3)),
+        num_seqs=len(seqs) + draw(st.integers(0, 2)),
+        kv_dtype=draw(st.sampled_from(["float32", "bfloat16", "float16", "uint16"])),
+        window=draw(st.none() | st.integers(1, 150)),
+    )
+    soft_cap = draw(st.none() | st.floats(1, 50))
+    got = attend(batch, soft_cap=soft_cap)
+    assert relative_error(got, batch.expected(soft_cap=soft_cap)) < TOLERANCE
+    assert not got[batch.query_starts[-1] :].any(), "padding tokens give 0"
+
+
+def test_one_long_sequence_is_shared_out_to_the_threads():
+    for seqs in ([(1, 1500)], [(1, 700), (1, 65)]):
+        for window in (None, 400):
+            batch = ragged_batch(seqs, head_dim=64, window=window)
+            assert relative_error(attend(batch), batch.expected()) < TOLERANCE
+
+
+def test_sinks_take_their_share_of_the_weight():
+    batch = ragged_batch([(1, 40), (5, 90)], heads=(6, 2))
+    sinks = np.linspace(-2, 3, 6, dtype=np.float32)
+    got = native.attention(
+        jnp.asarray(batch.q),
+        batch.kv_pages,
+        tables_of(batch),
+        layer=batch.layer,
+        num_layers=batch.num_layers,
+        sinks=sinks,
+    )
+    plain = batch.expected()
+    # The weights' sum without the sink, relative to the largest score, is not known here: one position is enough.
+    one = ragged_batch([(1, 1)], heads=(6, 2))
+    with_sink = native.attention(
+        jnp.asarray(one.q), one.kv_pages, tables_of(one), layer=one.layer, num_layers=one.num_layers, sinks=sinks
+    )
+    keys = one.kv_pages.reshape(-1, one.num_layers, 2, 8, 2, 16)[one.block_tables[0, 0], one.layer, 0, 0]
+    scores = np.einsum("hd,hd->h", one.q[0], np.repeat(keys, 3, 0)).astype(np.float64) / 4
+    share = np.exp(scores) / (np.exp(scores) + np.exp(sinks))
+    np.testing.assert_allclose(with_sink[0], one.expected()[0] * share[:, None], rtol=1e-5)
+    assert (np.abs(got) < np.abs(plain)).all()
+
+
+def projected(seed: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    angles = rng.uniform(0, 6, (tokens, head_dim // 2))
+    return {
+        "qkv": rng.standard_normal((tokens, (heads + 2 * kv_heads) * head_dim), np.float32),
+        "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32),
+    }
+
+
+def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    a, b = np.split(x.astype(np.float64), 2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "float16"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_keys_and_values_are_written_and_attended_to(dtype, norm):
+    seqs, heads, D = [(7, 7), (1, 33), (40, 55), (1, 1)], (6, 2), 32
+    batch = ragged_batch(seqs, heads=heads, head_dim=D, kv_dtype=dtype, num_tokens=52, num_seqs=6)
+    rows = projected(5, 52, *heads, D)
+    scales = {"q_norm": np.linspace(0.5, 2, D, dtype=np.float32), "k_norm": np.linspace(2, 0.5, D, dtype=np.float32)}
+    place = {"layer": batch.layer, "num_layers": batch.num_layers}
+    out, pages = native.place_and_attend(
+        **rows,
+        kv_pages=jnp.asarray(batch.kv_pages),
+        tables=tables_of(batch),
+        eps=1e-5,
+        **place,
+        **(scales if norm else {}),
+    )
+    split = rows["qkv"].reshape(52, -1, D)
+    q, k, v = split[:, :6], split[:, 6:8], split[:, 8:]
+    if norm:
+        q, k = (
+            x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * scale
+            for x, scale in ((q, scales["q_norm"]), (k, scales["k_norm"]))
+        )
+    q, k = rotated(q, rows["cos"], rows["sin"]), rotated(k, rows["cos"], rows["sin"])
+    starts, contexts, used = batch.query_starts, batch.context_lens, 49
+    sequence = np.repeat(np.arange(6), np.diff(starts))
+    position = contexts[sequence] - starts[sequence + 1] + np.arange(used)
+    at = batch.block_tables[sequence, position // 8], position % 8
+    wanted_pages = reference.write_kv(batch.kv_pages, k[:used].astype(np.float32), v[:used], *at, **place)
+    real = {"uint16": ml_dtypes.bfloat16}.get(dtype, dtype)
+    got_pages, wanted_pages = (np.asarray(x).view(real).astype(np.float64) for x in (pages, wanted_pages))
+    step = {"float32": 1e-6, "uint16": 2**-8, "float16": 2**-11}[dtype]
+    np.testing.assert_allclose(got_pages, wanted_pages, rtol=step, atol=1e-6)
+    wanted = reference.ragged_paged_attention(q, np.asarray(pages), starts, contexts, batch.block_tables, **place)
+    assert relative_error(np.asarray(out)[:used].reshape(used, 6, D), wanted[:used]) < 1e-5
+    assert not np.asarray(out)[used:].any()
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+def test_a_token_has_the_same_bits_as_a_decode_and_in_any_chunk(dtype, window):
+    whole = ragged_batch([(300, 300)], head_dim=64, kv_dtype=dtype, window=window)
+    pages, table = jnp.asarray(whole.kv_pages), whole.block_tables
+
+    def rows(cuts: list[tuple[int, int]]) -> list[np.ndarray]:
+        """Each (first, last) part of the sequence as a sequence of its own in one batch."""
+        q = np.concatenate([whole.q[first:last] for first, last in cuts])
+        tables = native.Tables(
+            jnp.asarray(np.cumsum([0] + [last - first for first, last in cuts]), jnp.int32),
+            jnp.asarray([last for _, last in cuts], jnp.int32),
+            jnp.asarray(np.repeat(table, len(cuts), 0)),
+        )
+        place = {"layer": whole.layer, "num_layers": whole.num_layers, "window": window}
+        return np.split(np.asarray(native.attention(q, pages, tables, **place)), tables.query_starts[1:-1])
+
+    (all_at_once,) = rows([(0, 300)])
+    for cuts in (
+        [(299, 300)],
+        [(i, i + 1) for i in (0, 63, 64, 200, 280)],
+        [(0, 17), (17, 100), (100, 300)],
+        [(130, 133)],
+    ):
+        for (first, last), part in zip(cuts, rows(cuts), strict=True):
+            np.testing.assert_array_equal(part.view(np.uint32), all_at_once[first:last].view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"context_lens": [9, 1]}, "a context is longer than its block table"),
+        ({"block_tables": [[9], [1]]}, "a block table names a page that the pool doesn't have"),
+        ({"block_tables": [[-1], [1]]}, "a block table names a page that the pool doesn't have"),
+        ({"query_starts": [0, 3, 2]}, "don't fit together"),
+        ({"query_starts": [0, 1, 5]}, "don't fit together"),
+        ({"query_starts": [1, 1, 2]}, "must begin with 0"),
+    ],
+)
+def test_numbers_that_would_become_stray_addresses_are_refused(change, message):
+    numbers = {"query_starts": [0, 1, 2], "context_lens": [3, 1], "block_tables": [[1], [2]]} | change
+    tables = native.Tables(**{name: jnp.asarray(value, jnp.int32) for name, value in numbers.items()})
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        native.attention(
+            jnp.zeros((4, 2, 16)), jnp.zeros((6, 8, 1, 16)), tables, layer=0, num_layers=1
+        ).block_until_ready()
+
+
+def test_bad_shapes_are_refused_while_tracing():
+    tables = native.Tables(jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros((2, 1), jnp.int32))
+    place = {"layer": 0, "num_layers": 1}
+    with pytest.raises(ValueError, match=r"kv_pages must be of dtype .* got int8"):
+        native.attention(jnp.zeros((4, 2, 16)), jnp.zeros((6, 8, 1, 16), jnp.int8), tables, **place)
+    with pytest.raises(ValueError, match="kv_pages must be of a head size up to 512, got 1024"):
+        native.attention(jnp.zeros((4, 2, 1024)), jnp.zeros((6, 8, 1, 1024)), tables, **place)
+    with pytest.raises(ValueError, match=r"qkv must be of \(n \* 1 \+ 2 \* 1\) \* 16 features, got 40"):
+        native.place_and_attend(
+            jnp.zeros((4, 40)), jnp.zeros((4, 8)), jnp.zeros((4, 8)), jnp.zeros((6, 8, 1, 16)), tables, **place
+        )
+
+
+def test_the_public_function_takes_the_backend_by_name():
+    batch = ragged_batch([(1, 9)])
+    metadata = attention_metadata(
+        *map(jnp.asarray, (batch.query_starts, batch.context_lens, batch.block_tables)),
+        num_tokens=1,
+        page_size=8,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=16,
+        backend="native",
+    )
+    out = ragged_paged_attention(
+        jnp.asarray(batch.q, jnp.bfloat16),
+        jnp.asarray(batch.kv_pages),
+        metadata,
+        layer=1,
+        num_layers=2,
+        backend="native",
+    )
+    assert out.dtype == jnp.bfloat16
+    assert relative_error(np.asarray(out), batch.expected()) < 1e-2

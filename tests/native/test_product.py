@@ -1,0 +1,129 @@
+"""Native products against float64, and the rule that a row's bits depend on that row alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import native
+
+pytestmark = pytest.mark.native
+ROUNDING = 2.0**-24
+
+
+def inputs(seed: int, rows: int, size_in: int, size_out: int, dtype: str) -> tuple[np.ndarray, jax.Array]:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, size_in), np.float32)
+    if dtype == "int8":
+        return x, jnp.asarray(rng.integers(-127, 128, (size_out, size_in)), jnp.int8)
+    return x, jnp.asarray(rng.standard_normal((size_out, size_in)), dtype)
+
+
+def exact(x: np.ndarray, weights: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The product in float64, and how far float32 sums in any order may be from it."""
+    w = np.asarray(weights.astype(jnp.float32)).astype(np.float64)
+    bound = np.abs(x).astype(np.float64) @ np.abs(w).T * ROUNDING * (x.shape[1] / 8 + 8)
+    return x.astype(np.float64) @ w.T, bound + 1e-30
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 70),
+    size_in=st.sampled_from([1, 3, 8, 21, 64, 100, 576]),
+    size_out=st.integers(1, 100),
+    dtype=st.sampled_from(native.WEIGHT_DTYPES),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_plain_product_of_any_shape(rows, size_in, size_out, dtype, padding, seed):
+    x, weights = inputs(seed, rows + padding, size_in, size_out, dtype)
+    x[rows:] = np.nan
+    rng = np.random.default_rng(seed + 1)
+    residual, bias, scale = (
+        rng.standard_normal(s, np.float32) for s in ((rows + padding, size_out), size_out, size_out)
+    )
+    scales = [scale] if dtype == "int8" else None
+    got = np.asarray(native.product(x, [weights], num_rows=rows, biases=[bias], residual=residual, scales=scales))
+    wanted, bound = exact(x[:rows], weights)
+    if scales:
+        wanted, bound = wanted * scale, bound * np.abs(scale)
+    wanted = wanted + bias + residual[:rows]
+    assert (np.abs(got[:rows] - wanted) <= 2 * bound + 4 * ROUNDING * np.abs(wanted) + 1e-6).all()
+    assert not got[rows:].any(), "padding rows are 0"
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("rows, size_in, half", [(1, 21, 13), (5, 64, 48), (50, 64, 100)])
+def test_gate_and_up(activation, rows, size_in, half):
+    x, weights = inputs(0, rows, size_in, 2 * half, "float32")
+    bias = np.linspace(-2, 2, 2 * half, dtype=np.float32)
+    both = x.astype(np.float64) @ np.asarray(weights, np.float64).T + bias
+    gate, up = both[:, :half], both[:, half:]
+    if activation == "silu":
+        wanted = gate / (1 + np.exp(-gate)) * up
+    else:
+        wanted = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    got = native.product(x, [weights], biases=[bias], activation=activation)
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_norm_of_the_input(rows):
+    x, weights = inputs(1, rows, 100, 30, "float32")
+    scale = np.linspace(0.5, 1.5, 100, dtype=np.float32)
+    x64 = x.astype(np.float64)
+    wanted = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-5) * scale @ np.asarray(weights, np.float64).T
+    got = native.product(x, [weights], norms=[scale], eps=1e-5)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_traced_layer_picks_its_weights():
+    x, _ = inputs(2, 3, 16, 8, "float32")
+    kernels = [inputs(i, 1, 16, 8, "float32")[1] for i in range(3)]
+    biases = [np.full(8, i, np.float32) for i in range(3)]
+    pick = jax.jit(lambda i: native.product(x, kernels, biases=biases, layer=i))
+    for i in range(3):
+        np.testing.assert_array_equal(pick(i), native.product(x, kernels[i : i + 1], biases=biases[i : i + 1]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size_in", [64, 100])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_row_has_the_same_bits_in_any_company(dtype, size_in, activation):
+    x, weights = inputs(3, 70, size_in, 120, dtype)
+    norm = np.ones(size_in, np.float32)
+
+    def rows_of(x: np.ndarray, **options: Any) -> np.ndarray:
+        return np.asarray(native.product(x, [weights], activation=activation, norms=[norm], **options))
+
+    alone = np.concatenate([rows_of(x[i : i + 1]) for i in range(70)])
+    for count in (2, 3, 4, 5, 8, 13, 47, 48, 49, 70):
+        np.testing.assert_array_equal(rows_of(x[:count]).view(np.uint32), alone[:count].view(np.uint32))
+        np.testing.assert_array_equal(rows_of(x, num_rows=count)[:count].view(np.uint32), alone[:count].view(np.uint32))
+    np.testing.assert_array_equal(rows_of(x[::-1])[::-1].view(np.uint32), alone.view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": np.zeros((2, 8), np.float16)}, "x must be of dtype float32, got float16"),
+        ({"kernels": [np.zeros((4, 9), np.float32)]}, r"kernels must be of shape \[4, 8\], got shape \[4, 9\]"),
+        ({"kernels": [np.zeros((4, 8), np.int32)]}, "kernels must be of dtype float32 or .* got int32"),
+        ({"kernels": []}, "kernels must be at least one"),
+        ({"kernels": [np.zeros((4, 8), np.int8)]}, "scales must be given for int8 kernels alone, got None"),
+        ({"biases": [np.zeros(5, np.float32)]}, r"biases must be of shape \[4\]"),
+        ({"norms": [np.zeros(8, np.float32)] * 2}, "norms must be one for each of 1 kernels, got 2"),
+        ({"residual": np.zeros((2, 4), np.float32), "activation": "silu"}, "residual must be None beside"),
+        ({"kernels": [np.zeros((3, 8), np.float32)], "activation": "silu"}, "kernels must be of an even number"),
+    ],
+)
+def test_what_can_not_be_is_refused_while_tracing(change, message):
+    arguments = {"x": np.zeros((2, 8), np.float32), "kernels": [np.zeros((4, 8), np.float32)]} | change
+    with pytest.raises(ValueError, match=message):
+        native.product(arguments.pop("x"), arguments.pop("kernels"), **arguments)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import functools
+import io
+import json
+
+import pytest
+
+from jaxcb.scheduler.replay import ReplayError, checksum, main, replay
+from tests.scheduler.fake_device import recording_driver
+from tests.scheduler.fuzz import Fuzz
+
+
+def recorded(seed: int) -> tuple[Fuzz, list[str], list[int]]:
+    """A random life, its log, and the checksums of its plans."""
+    file = io.StringIO()
+    checksums: list[int] = []
+    fuzz = Fuzz(seed, make=lambda depth, drafter, **changes: recording_driver(file, depth, **changes))
+    plan = fuzz.driver.scheduler.plan
+
+    @functools.wraps(plan)
+    def noted():
+        step = plan()
+        if step is not None:
+            checksums.append(checksum(step))
+        return step
+
+    fuzz.driver.scheduler.plan = noted
+    fuzz.run(150)
+    return fuzz, file.getvalue().splitlines(), checksums
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5, 6])
+def test_a_recorded_life_is_planned_the_same_again(seed):
+    _, lines, checksums = recorded(seed)
+    assert [checksum(plan) for plan in replay(lines)] == checksums
+    assert len(checksums) > 50
+
+
+def test_a_plan_that_differs_is_named_by_its_line():
+    _, lines, _ = recorded(1)
+    at = next(i for i, line in enumerate(lines) if json.loads(line).get("plan"))
+    lines[at] = json.dumps({"plan": json.loads(lines[at])["plan"] ^ 1})
+    with pytest.raises(ReplayError, match=f"line {at + 1}: step 0 is planned otherwise"):
+        replay(lines)
+
+
+@pytest.mark.parametrize("line", ["{", "{}", "[]", '{"dance": 1}', '{"commit": 99, "sampled": []}'])
+def test_a_line_that_is_not_of_a_log_is_named(line):
+    _, lines, _ = recorded(1)
+    with pytest.raises(ReplayError, match="line 2 "):
+        replay([lines[0], line])
+
+
+def test_a_policy_of_ones_own_is_given_again():
+    file = io.StringIO()
+    d = recording_driver(file, policy=backwards, max_num_seqs=1)
+    from jaxcb.request import SamplingParams
+
+    for name in "abc":
+        d.add(name, [1, 2, 3], SamplingParams(max_tokens=2))
+    d.run()
+    plans = replay(file.getvalue().splitlines(), policy=backwards)
+    assert plans[0].rows[0].sequence.request.request_id == "c"
+    with pytest.raises(ReplayError, match="policy must be one of"):
+        replay(file.getvalue().splitlines())
+
+
+def backwards(sequence, view):
+    return -sequence.ticket
+
+
+def test_the_command_says_whether_the_plans_are_the_same(tmp_path, capsys):
+    _, lines, checksums = recorded(2)
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(lines))
+    assert main([str(log)]) == 0
+    assert f"{len(checksums)} steps" in capsys.readouterr().out
+    assert main([str(tmp_path / "absent")]) == 1
+    assert "error: " in capsys.readouterr().err
