@@ -285,7 +285,7 @@ class Scheduler:
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)  # type: ignore[arg-type]  # a row without drafts has one token
-            events.append(_new(TokenEvent, (sequence, token_id, None, None)))
+            events.append(_new(TokenEvent, (sequence, token_id, None, None, None, None)))
             if token_id in sequence.end_ids or len(token_ids) >= sequence.look_at:
                 self._look_at(sequence, events)
         for row, token_id in zip(plan.rows[plan.num_decodes :], sampled[plan.num_decodes :], strict=True):
