@@ -55,6 +55,7 @@ class EngineConfig(SchedulingKnobs):
         run_ahead: plan and launch step k+1 while step k runs. Off, every step waits for the one before.
         host_kv_gib: host memory in GiB for KV pages: of sequences that are swapped out, and of prefixes that the device
             had no room for. 0: none.
+        kv_transfer: the KV of beginnings can be handed to other engines and taken from them (:mod:`jaxcb.disagg`).
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
         logprobs_mode: "raw": log-probabilities are those of the model's own logits; "processed": of what is drawn from,
             after the penalties, the temperature and the filters.
@@ -86,6 +87,7 @@ class EngineConfig(SchedulingKnobs):
     enable_prefix_caching: bool = True
     run_ahead: bool = True
     host_kv_gib: float = 0.0
+    kv_transfer: bool = False
     max_waiting: int | None = None
     logprobs_mode: LogprobsMode = "raw"
     event_log: str | os.PathLike[str] | None = None
@@ -130,7 +132,7 @@ class EngineConfig(SchedulingKnobs):
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))
-        for name in ("enable_prefix_caching", "run_ahead"):
+        for name in ("enable_prefix_caching", "run_ahead", "kv_transfer"):
             validation.boolean(name, getattr(self, name), error=ConfigError)
         self._set("seed", validation.integer("seed", self.seed, low=-(2**63), high=2**63 - 1, error=ConfigError))
         if self.preemption == "swap" and not self.host_kv_gib:

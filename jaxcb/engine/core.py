@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
+from collections.abc import Sequence as Array
+
+import numpy as np
+from jaxtyping import Shaped
 
 from jaxcb.engine.step_log import StepLog
 from jaxcb.logprobs import Logprobs
@@ -11,6 +16,15 @@ from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import Scheduler, TokenEvent
 from jaxcb.scheduler.sequence import Sequence, Status
 from jaxcb.step.runner import InFlight, Runner
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixPages:
+    """The KV of a beginning, on its way from one engine to another."""
+
+    token_ids: list[int]
+    """As many full pages as there are."""
+    pages: Shaped[np.ndarray, "n L 2 page_size K D"]
 
 
 class EngineCore:
@@ -48,6 +62,19 @@ class EngineCore:
         """End a request from outside; None if it has ended already."""
         sequence = self.scheduler.finish(request_id, reason)
         return None if sequence is None else TokenEvent(sequence, None, reason)
+
+    def export_prefix(self, token_ids: Array[int], cache_salt: str) -> PrefixPages:
+        """The KV of the longest beginning of ``token_ids`` that is cached on the device."""
+        pages = self.scheduler.find_prefix(token_ids, cache_salt)
+        known = len(pages) * self.scheduler.limits.page_size
+        return PrefixPages(list(token_ids[:known]), self.runner.read_pages(pages))
+
+    def import_prefix(self, prefix: PrefixPages, cache_salt: str) -> int:
+        """Cache the KV of a beginning as if it had been computed here; returns the tokens that found a place."""
+        placed = self.scheduler.place_prefix(prefix.token_ids, cache_salt)
+        indices, pages = [index for index, _ in placed], [page for _, page in placed]
+        self.runner.write_pages(pages, prefix.pages[indices])
+        return len(placed) * self.scheduler.limits.page_size
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""

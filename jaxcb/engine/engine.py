@@ -10,16 +10,19 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
 from jaxcb import validation
 from jaxcb.config import EngineConfig
-from jaxcb.engine.core import EngineCore
+from jaxcb.engine.core import EngineCore, PrefixPages
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.stream import OutputStream, deliver, running_loop
-from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
+from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import FinishReason, Request
@@ -36,6 +39,7 @@ from jaxcb.weights.quantize import quantize
 logger = logging.getLogger(__name__)
 
 
+T = TypeVar("T")
 SEED_STEP = 0x9E3779B97F4A7C15
 """Between the seeds of a request's answers (the odd constant of SplitMix64: no two of 2^64 fall together)."""
 
@@ -44,6 +48,14 @@ SEED_STEP = 0x9E3779B97F4A7C15
 class _Ending:
     key: str
     reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Something to do between two steps."""
+
+    function: Callable[[], Any]
+    result: Future[Any]
 
 
 class Engine:
@@ -79,9 +91,8 @@ class Engine:
         self._random = random.Random(self.config.seed)
 
         self._wake = threading.Condition()
-        self._inbox: list[
-            list[Request] | _Ending
-        ] = []  # in the order of the calls, which matters when an id is used again
+        # In the order of the calls, which matters when an id is used again.
+        self._inbox: list[list[Request] | _Ending | _Call] = []
         # Inside the engine a request goes by a key of our own: a client may use its id again at once.
         self._keys: dict[str, list[str]] = {}
         self._streams: dict[str, OutputStream] = {}
@@ -195,6 +206,30 @@ class Engine:
         for key in keys:
             self._end(key, FinishReason.ABORT)
 
+    def export_prefix(self, token_ids: Sequence[int], cache_salt: str = "") -> PrefixPages:
+        """The KV of the longest cached beginning of ``token_ids``, for another engine over the same weights.
+
+        Raises:
+            ConfigError: the engine was started without ``kv_transfer``.
+            EngineStoppedError: it has stopped.
+        """
+        self._check_transfer()
+        ids = validation.token_ids("token_ids", token_ids)
+        return self._between_steps(lambda: self._core.export_prefix(ids, cache_salt))
+
+    def import_prefix(self, prefix: PrefixPages, cache_salt: str = "") -> int:
+        """Cache what another engine exported; what finds no free page is left out. Returns the tokens placed.
+
+        Raises:
+            ConfigError: the engine was started without ``kv_transfer``, or its pages have another shape.
+            EngineStoppedError: it has stopped.
+        """
+        self._check_transfer()
+        ours, theirs = self._runner.page_shape, (prefix.pages.shape[1:], prefix.pages.dtype)
+        if ours != theirs:
+            raise ConfigError(f"the pages hold {theirs}, this engine's hold {ours}", param="page_size")
+        return self._between_steps(lambda: self._core.import_prefix(prefix, cache_salt))
+
     def stats(self) -> EngineStats:
         """A snapshot of gauges and totals."""
         scheduler, counters = self._scheduler, self._scheduler.counters
@@ -248,6 +283,7 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
         self._text.put([TextEvent(key, None, FinishReason.ABORT) for key in list(self._streams)])
+        self._refuse_calls("the engine is shutting down")
         self._text.close()
         if self._step_log is not None:
             self._step_log.close()
@@ -257,6 +293,20 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+    def _check_transfer(self) -> None:
+        if not self.config.kv_transfer:
+            raise ConfigError("KV can't be handed over: start the engine with kv_transfer", param="kv_transfer")
+
+    def _between_steps(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread, between two steps, and wait for its result."""
+        result: Future[T] = Future()
+        with self._wake:
+            if not self._accepting:
+                raise EngineStoppedError(self._error or "the engine is shutting down")
+            self._inbox.append(_Call(function, result))
+            self._wake.notify_all()
+        return result.result()
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -288,9 +338,15 @@ class Engine:
         self._emit(endings)
         return not stopping
 
-    def _take(self, item: list[Request] | _Ending) -> TokenEvent | None:
+    def _take(self, item: list[Request] | _Ending | _Call) -> TokenEvent | None:
         if isinstance(item, _Ending):
             return self._core.finish(item.key, item.reason)
+        if isinstance(item, _Call):
+            try:
+                item.result.set_result(item.function())
+            except Exception as error:
+                item.result.set_exception(error)
+            return None
         try:
             self._core.add_choices(item)
         except RequestError as error:
@@ -322,6 +378,15 @@ class Engine:
             self._error, self._accepting = message, False
             keys = list(self._streams)
         self._text.put([TextEvent(key, None, FinishReason.ERROR, error=message) for key in keys])
+        self._refuse_calls(message)
+
+    def _refuse_calls(self, message: str) -> None:
+        """Those that came too late for the engine's thread."""
+        with self._wake:
+            calls = [item for item in self._inbox if isinstance(item, _Call)]
+            self._inbox.clear()
+        for call in calls:
+            call.result.set_exception(EngineStoppedError(message))
 
     # ------------------------------------------------------------------ the text thread
 

@@ -111,6 +111,7 @@ def shape_of(config: EngineConfig) -> RunnerShape:
         num_slots=2 * _set(config.max_num_seqs),
         max_model_len=_set(config.max_model_len),
         num_host_pages=num_host_pages(config, _page_bytes(config)),
+        transfers=config.kv_transfer,
     )
 
 

@@ -204,6 +204,11 @@ class Scheduler:
         """Forget what is cached, pins included (the weights have changed, say)."""
         self.cache.reset()
 
+    def find_prefix(self, token_ids: Array[int], cache_salt: str = "") -> list[int]:
+        """Device pages of the longest known beginning, to be read before the next plan is made."""
+        root = self.cache.root(self._salt(cache_salt))
+        return self.cache.match(root, pack_tokens(token_ids), len(token_ids), on_device=True).pages
+
     def place_prefix(self, token_ids: Array[int], cache_salt: str = "") -> list[tuple[int, int]]:
         """Take pages for a beginning whose KV was computed elsewhere (on another engine, say) and make them known. They
         are cached, not pinned.

@@ -180,11 +180,11 @@ class SlotState(NamedTuple):
     """Of meaning only where the slot's owner asks for them."""
 
     @staticmethod
-    def zeros(num_slots: int, table_width: int, controls: ControlLayout) -> SlotState:
+    def at_rest(num_slots: int, table_width: int, controls: ControlLayout) -> SlotState:
         return SlotState(
             last_token=jnp.zeros(num_slots + 1, jnp.int32),
             block_tables=jnp.zeros((num_slots + 1, table_width), jnp.int32),
-            controls=controls.zeros(num_slots + 1),
+            controls=controls.at_rest(num_slots + 1),
         )
 
 

@@ -60,8 +60,10 @@ class ControlLayout:
         """int32 values of a row."""
         return sum(math.prod(shape) for shape, _ in self.fields.values())
 
-    def zeros(self, num_slots: int) -> Controls:
-        return Controls(**{name: jnp.zeros((num_slots, *shape), dtype) for name, (shape, dtype) in self.fields.items()})
+    def at_rest(self, num_slots: int) -> Controls:
+        """Every slot asks for nothing. (Zeros would: no id is allowed, and penalties divide by zero.)"""
+        row = self.unpack(jnp.asarray(self.pack(None)))
+        return jax.tree.map(lambda values: jnp.tile(values, (num_slots, *[1] * values.ndim)), row)
 
     def pack(self, request: Request | None, token_ids: Sequence[int] = ()) -> np.ndarray:
         """The row of a request that enters with ``token_ids`` known (its prompt, and its answer so far after a

@@ -35,10 +35,11 @@ class PageMover:
     Arguments:
         kv: the device's pages, as they are given to every call.
         num_host_pages: pages of host memory.
+        transfers: :meth:`read` and :meth:`write` will be used.
     """
 
-    def __init__(self, kv: KVPages, num_host_pages: int, backend: Backend):
-        self.num_host_pages = num_host_pages
+    def __init__(self, kv: KVPages, num_host_pages: int, backend: Backend, *, transfers: bool = False):
+        self.num_host_pages, self._transfers = num_host_pages, transfers
         self._kv, self._backend = jax.ShapeDtypeStruct(kv.shape, kv.dtype, sharding=kv.sharding), backend
         self._host = np.empty((num_host_pages + 1, *kv.shape[1:]), kv.dtype)  # the system gives memory page by page
         self._leaving: deque[tuple[list[int], jax.Array]] = deque()
@@ -50,7 +51,7 @@ class PageMover:
         rows = jax.ShapeDtypeStruct((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
         copy = jax.jit(functools.partial(copy_pages, backend=self._backend), donate_argnums=0)
         yield functools.partial(copy.lower, self._kv, pages, pages), self._keep("copy")
-        if self.num_host_pages:
+        if self.num_host_pages or self._transfers:
             yield functools.partial(jax.jit(gather_pages).lower, self._kv, pages), self._keep("gather")
             scatter = jax.jit(scatter_pages, donate_argnums=0)
             yield functools.partial(scatter.lower, self._kv, pages, rows), self._keep("scatter")
@@ -64,6 +65,24 @@ class PageMover:
         for pairs in _batches(moves.copies):
             sources, destinations = _columns(pairs)
             kv = self._programs["copy"](kv, sources, destinations)
+        return kv
+
+    def read(self, kv: KVPages, pages: list[int]) -> Shaped[np.ndarray, "n L 2 page_size K D"]:
+        """The content of device pages, for another engine. Waits for the steps in flight."""
+        parts = []
+        for batch in _batches([(page, 0) for page in pages]):
+            rows = self._programs["gather"](kv, _columns(batch)[0])
+            parts.append(np.asarray(rows)[: len(batch)])
+        return np.concatenate(parts) if parts else np.empty((0, *self._kv.shape[1:]), self._kv.dtype)
+
+    def write(self, kv: KVPages, pages: list[int], rows: Shaped[np.ndarray, "n L 2 page_size K D"]) -> KVPages:
+        """Give device pages the content of another engine's. ``kv`` is donated."""
+        for start in range(0, len(pages), PAGES_PER_MOVE):
+            batch = pages[start : start + PAGES_PER_MOVE]
+            padded = np.zeros((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
+            padded[: len(batch)] = rows[start : start + len(batch)]
+            _, destinations = _columns([(0, page) for page in batch])
+            kv = self._programs["scatter"](kv, destinations, padded)
         return kv
 
     def _send_out(self, kv: KVPages, pairs: list[tuple[int, int]]) -> None:

@@ -54,7 +54,7 @@ class StepProgram:
         last = hidden
         if not self.layout.bucket.decode_only:
             last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        logits = _head(self.spec, self.backend, params, last, jnp.sum(batch.context_lens > 0))
+        logits = head_logits(self.spec, self.backend, params, last, jnp.sum(batch.context_lens > 0))
         return ForwardResult(kv, state, logits, self.layout.sample_part(upload), None if last is hidden else hidden)
 
     def _layers(
@@ -155,11 +155,11 @@ def prompt_logprobs(
     every: bool,
 ) -> RowLogprobs:
     """Log-probabilities of the tokens that follow some positions of a step."""
-    logits = _head(spec, backend, params, hidden[rows], jnp.int32(rows.shape[0]))
+    logits = head_logits(spec, backend, params, hidden[rows], jnp.int32(rows.shape[0]))
     return row_logprobs(logits, targets, every=every)
 
 
-def _head(
+def head_logits(
     spec: ModelSpec, backend: Backend, params: Params, hidden: Float[Array, "S E"], num_rows: Int[Array, ""]
 ) -> Float[Array, "S V"]:
     """Logits; of the first ``num_rows`` rows at least."""

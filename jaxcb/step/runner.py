@@ -42,6 +42,8 @@ class RunnerShape:
     max_model_len: int
     num_host_pages: int = 0
     """Pages kept in host memory."""
+    transfers: bool = False
+    """Pages are read for other engines, and written from theirs."""
 
     @property
     def table_width(self) -> int:
@@ -80,13 +82,13 @@ class Runner:
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
-        self._state = SlotState.zeros(shape.num_slots, shape.table_width, controls)
+        self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls)
         self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
         self._samplers = Samplers(spec, backend, controls, logits_dtype, processed=processed_logprobs)
         self._change: Compiled | None = None
-        self._mover = PageMover(self._kv, shape.num_host_pages, backend)
+        self._mover = PageMover(self._kv, shape.num_host_pages, backend, transfers=shape.transfers)
 
     def compile(self, *, progress: bool = True) -> None:
         """Compile every program, several at once. With a warm compilation cache this loads them.
@@ -120,6 +122,19 @@ class Runner:
             self.params, result.state, result.logits, result.hidden, result.sample_part, plan
         )
         return InFlight(plan, bucket, sampled, launched_s)
+
+    def read_pages(self, pages: list[int]) -> np.ndarray:
+        """See :meth:`PageMover.read`."""
+        return self._mover.read(self._kv, pages)
+
+    def write_pages(self, pages: list[int], rows: np.ndarray) -> None:
+        """See :meth:`PageMover.write`."""
+        self._kv = self._mover.write(self._kv, pages, rows)
+
+    @property
+    def page_shape(self) -> tuple[tuple[int, ...], Any]:
+        """Shape [L, 2, page_size, K, D] and dtype of a page."""
+        return self._kv.shape[1:], self._kv.dtype
 
     @property
     def kv_bytes(self) -> int:

@@ -29,7 +29,7 @@ KINDS = {
 
 
 def params_of(kind: str, **more) -> SamplingParams:
-    return SamplingParams(max_tokens=40, ignore_eos=True, **({"seed": 11} | KINDS[kind] | more))
+    return SamplingParams(**({"max_tokens": 40, "ignore_eos": True, "seed": 11} | KINDS[kind] | more))
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +205,11 @@ def test_ids_outside_the_vocabulary_and_long_bad_words_are_refused_by_name(make_
     with pytest.raises(RequestError) as error:
         generate([[1]], SamplingParams(**bad), engine=make_engines(max_num_seqs=8), progress=False)
     assert error.value.param == next(iter(bad))
+
+
+def test_a_fresh_engine_s_slots_ask_for_nothing(make_engine):
+    """A plain request in a slot that was never used before, beside one with controls."""
+    greedy = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
+    alone = [complete(make_engine(), [prompt], greedy)[0].token_ids for prompt in PROMPTS[:1]]
+    mixed = complete(make_engine(), PROMPTS[:2], [greedy, params_of("penalties", max_tokens=20)])
+    assert mixed[0].token_ids == alone[0]

@@ -17,7 +17,7 @@ from jaxcb.scheduler import PlanRow, Sequence, StepPlan
 from jaxcb.step.batch import SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout
-from jaxcb.step.program import StepProgram
+from jaxcb.step.program import StepProgram, head_logits
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
 
 PAGE_SIZE = 16
@@ -33,7 +33,7 @@ def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend):
         batch = layout.unpack(upload)
         state = apply_changes(state, batch.change_index, batch.change_page)
         hidden, kv = program._layers(params, kv, state, batch, batch.token_ids)
-        return kv, state, program._head(params, hidden, batch.query_starts[-1])
+        return kv, state, head_logits(spec, program.backend, params, hidden, batch.query_starts[-1])
 
     return layout, jax.jit(program.forward, donate_argnums=(1, 2)), jax.jit(every_token, donate_argnums=(1, 2))
 
@@ -58,7 +58,7 @@ def _chunks(
     layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width, backend)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
     kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
-    state = SlotState.zeros(layout.num_slots, width, ControlLayout(spec.vocab_size, 8))
+    state = SlotState.at_rest(layout.num_slots, width, ControlLayout(spec.vocab_size, 8))
     for start in range(0, len(token_ids), chunk):
         part = token_ids[start : start + chunk]
         first, last = start // PAGE_SIZE, -(-(start + len(part)) // PAGE_SIZE)

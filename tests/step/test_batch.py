@@ -79,7 +79,7 @@ def test_more_table_changes_than_an_upload_holds_are_handed_back():
 
 
 def test_changes_reach_only_their_slot():
-    state = SlotState.zeros(3, 4, ControlLayout(V, 8))
+    state = SlotState.at_rest(3, 4, ControlLayout(V, 8))
     state = apply_changes(state, jnp.int32([1 * 4 + 2, 3 * 4]), jnp.int32([7, 0]))
     np.testing.assert_array_equal(state.block_tables, [[0, 0, 0, 0], [0, 0, 7, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
 

@@ -29,7 +29,7 @@ def test_a_compiled_step_updates_the_pool_in_place(bucket, dtype):
     layout = StepLayout(bucket, table_width=32, num_slots=8)
     shape = RunnerShape(num_pages=2000, page_size=16, num_slots=8, max_model_len=512)
     kv = jax.ShapeDtypeStruct(kv_shape(SPEC, shape), kv_dtype(jnp.dtype(dtype)))
-    state = jax.eval_shape(lambda: SlotState.zeros(8, 32, ControlLayout(SPEC.vocab_size, 64)))
+    state = jax.eval_shape(lambda: SlotState.at_rest(8, 32, ControlLayout(SPEC.vocab_size, 64)))
     upload = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
     step = jax.jit(StepProgram(SPEC, layout, 16, "xla").forward, donate_argnums=(1, 2))
     memory = step.lower(param_shapes(SPEC, dtype), kv, state, upload).compile().memory_analysis()
