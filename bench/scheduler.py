@@ -7,6 +7,7 @@ scheduler. The waiting requests can't be admitted, since every slot is taken.
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Iterable
 
@@ -16,18 +17,21 @@ from tqdm import tqdm
 from bench import common
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import Scheduler, SchedulerLimits
+from jaxcb.scheduler.policy import POLICIES
 
 RUNNING = (1, 4, 16, 64, 256, 1024, 4096)
 WAITING = (0, 100, 1_000, 10_000, 100_000)
 RUNNING_BESIDE_WAITING = 256
-PROMPT = list(range(64))
+PROMPT_LEN = 64
+VOCABULARY = 50_000
 MAX_MODEL_LEN = 100_000
 
 
 class Loaded:
     """A scheduler with everything admitted, in the middle of its decodes, running one step ahead."""
 
-    def __init__(self, num_running: int, num_waiting: int, policy: str):
+    def __init__(self, num_running: int, num_waiting: int, policy: str, seed: int):
+        rng = random.Random(seed)
         pages = num_running * 512 + 64
         self.scheduler = Scheduler(
             SchedulerLimits(
@@ -40,12 +44,12 @@ class Loaded:
                 policy=policy,
             )
         )
-        sampling = SamplingParams(temperature=0.0, max_tokens=MAX_MODEL_LEN - len(PROMPT), ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=MAX_MODEL_LEN - PROMPT_LEN, ignore_eos=True)
         for i in range(num_running + num_waiting):
-            ids = [i % 50_000, *PROMPT[1:]]
+            ids = rng.choices(range(VOCABULARY), k=PROMPT_LEN)
             self.scheduler.add(Request(request_id=str(i), prompt_token_ids=ids, sampling=sampling, arrival_s=float(i)))
         self._plan = self.scheduler.plan()
-        self._tokens = [7] * num_running
+        self._tokens = rng.choices(range(VOCABULARY), k=num_running)
         while self.scheduler.num_running < num_running or self._has_prompts():
             self.step()
 
@@ -62,12 +66,14 @@ class Loaded:
         return self._plan is None or self._plan.num_decodes < self.scheduler.num_running
 
 
-def measure(cases: Iterable[tuple[int, int]], policy: str, num_steps: int, rounds: int) -> dict[tuple[int, int], float]:
+def measure(
+    cases: Iterable[tuple[int, int]], policy: str, num_steps: int, rounds: int, seed: int = 0
+) -> dict[tuple[int, int], float]:
     """Median microseconds of plan + commit, by (running, waiting). Cases take turns, so that the machine's slow minutes
     fall on all of them."""
     cases = list(cases)
     loaded = {
-        case: Loaded(case[0], case[1], policy)
+        case: Loaded(case[0], case[1], policy, seed)
         for case in tqdm(cases, desc="filling", disable=not common.show_progress())
     }
     times: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
@@ -81,14 +87,16 @@ def measure(cases: Iterable[tuple[int, int]], policy: str, num_steps: int, round
 
 
 def main() -> None:
-    parser = common.make_parser("scheduler", __doc__, seed=0, seed_help="has no effect: nothing is random")
-    parser.add_argument("--policy", default="fcfs", help="default fcfs")
+    parser = common.make_parser("scheduler", __doc__, seed=0, seed_help="of the token ids")
+    parser.add_argument("--policy", choices=tuple(POLICIES), default="fcfs", help="default fcfs")
     parser.add_argument("--steps", type=common.positive, default=32, metavar="N", help="steps a round; default 32")
     parser.add_argument("--rounds", type=common.positive, default=10, metavar="N", help="default 10")
     args = parser.parse_args()
     facts = common.machine()
-    by_running = measure([(n, 0) for n in RUNNING], args.policy, args.steps, args.rounds)
-    by_waiting = measure([(RUNNING_BESIDE_WAITING, n) for n in WAITING], args.policy, args.steps, args.rounds)
+    by_running = measure([(n, 0) for n in RUNNING], args.policy, args.steps, args.rounds, args.seed)
+    by_waiting = measure(
+        [(RUNNING_BESIDE_WAITING, n) for n in WAITING], args.policy, args.steps, args.rounds, args.seed
+    )
     print(common.describe(facts))
     print(f"\nmicroseconds of plan + commit, policy {args.policy}, medians of {args.steps * args.rounds} steps\n")
     rows = [(f"{n:,}", "0", f"{us:,.1f}", f"{us / n:.2f}") for (n, _), us in by_running.items()]

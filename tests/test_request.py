@@ -15,7 +15,7 @@ from jaxcb.request import SamplingParams
         ("temperature", math.inf),
         ("temperature", "hot"),
         ("temperature", True),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("top_k", -2),
         ("top_k", 1.5),

@@ -21,6 +21,15 @@ class EngineStats:
     """The part of ``prompt_tokens`` that the prefix cache gave."""
     generation_tokens: int
     preemptions: int
+    swaps: int = 0
+    """Preemptions that moved the KV to host memory."""
+    host_pages_total: int = 0
+    host_pages_swapped: int = 0
+    """Host pages of sequences that are swapped out."""
+    host_pages_cached: int = 0
+    """Host pages of prefixes that the device had no room for."""
+    host_pages_brought_back: int = 0
+    """Of these, how many a hit has moved back to the device so far."""
     steps: int
     finished: dict[str, int]
     uptime_s: float

@@ -1,8 +1,8 @@
 """Policies: in which order waiting sequences are admitted.
 
 A policy is a key function: the waiting sequence with the smallest key is next, and equal keys go in order of arrival.
-A key of your own takes the sequence and a :class:`View` of what the scheduler knows; this one lets short prompts go
-first, but none more than ten seconds before its turn:
+A key of your own takes the sequence and a ``View`` of what the scheduler knows (``view.py``); this one lets short
+prompts go first, but none more than ten seconds before its turn:
 
     def short_prompts_first(sequence, view):
         return sequence.request.arrival_s + min(10.0, 0.01 * sequence.num_prompt_tokens)
@@ -17,29 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxcb.request import Request
-
 if TYPE_CHECKING:
     from jaxcb.scheduler.sequence import Sequence
+    from jaxcb.scheduler.view import View
 
 Key = Callable[["Sequence", "View"], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """What a key function may ask about a sequence."""
-
-    predicted_tokens: Callable[[Sequence], float]
-    """Length of its answer by ``length_predictor``, at most its ``max_tokens``."""
-    cached_tokens: Callable[[Sequence], int]
-    """Tokens that the prefix cache would give it now."""
-    start_of_turn: Callable[[Sequence], float]
-    """Virtual time at which its tenant's turn comes (see :class:`TenantClock`). Asking books the turn."""
-    priority_ageing_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,51 +87,3 @@ POLICIES: Mapping[str, Policy] = {
 def policy_of(policy: str | Key) -> Policy:
     """A built-in policy by name, or one around a function of the user's."""
     return POLICIES[policy] if isinstance(policy, str) else Policy(policy)
-
-
-class TenantClock:
-    """Start-time fair queueing (Goyal et al. 1996) over tokens: a request starts at the later of the virtual time and
-    the end of its tenant's last one, and lasts its prompt and its predicted answer. Tenants with work in the queue get
-    equal shares of tokens, and one that was idle gains no credit."""
-
-    def __init__(self, cost: Callable[[Sequence], float]):
-        self._cost = cost
-        self._now = 0.0
-        self._busy_until: dict[str, float] = defaultdict(float)
-
-    def book(self, sequence: Sequence) -> float:
-        """Virtual start of a sequence that is queued."""
-        tenant = sequence.request.tenant
-        start = max(self._now, self._busy_until.get(tenant, 0.0))
-        self._busy_until[tenant] = start + self._cost(sequence)
-        return start
-
-    def admitted(self, start: float) -> None:
-        """Virtual time is that of the last admission. Tenants that are idle by then are forgotten."""
-        self._now = max(self._now, start)
-        if len(self._busy_until) > 1024:
-            self._busy_until = {name: end for name, end in self._busy_until.items() if end > self._now}
-
-
-class LengthPredictor:
-    """Predicts the length of an answer from those of finished requests with a prompt of the same length class.
-
-    A class is a power of two of prompt tokens; its mean forgets, so that it follows the traffic.
-    """
-
-    FORGETTING = 0.05
-
-    def __init__(self) -> None:
-        self._mean: dict[int, float] = {}
-
-    def __call__(self, request: Request) -> float:
-        mean, most = self._mean.get(len(request.prompt_token_ids).bit_length()), request.sampling.max_tokens
-        if mean is None:
-            return math.inf if most is None else most
-        return mean if most is None else min(mean, most)
-
-    def learn(self, num_prompt_tokens: int, num_generated: int) -> None:
-        """A request finished by itself."""
-        length_class = num_prompt_tokens.bit_length()
-        mean = self._mean.get(length_class, float(num_generated))
-        self._mean[length_class] = mean + self.FORGETTING * (num_generated - mean)

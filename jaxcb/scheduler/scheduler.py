@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable
 from collections.abc import Sequence as Array
 
 from jaxcb.errors import RequestError
@@ -31,15 +30,14 @@ from jaxcb.scheduler.checks import check_request
 from jaxcb.scheduler.chunks import Chunk, PromptBudget, prompt_tokens
 from jaxcb.scheduler.knobs import SchedulerLimits
 from jaxcb.scheduler.memory import SequenceMemory
-from jaxcb.scheduler.plan import IN_FLIGHT, DecodeRow, PlanRow, Row, Sampled, StepPlan, TokenEvent
-from jaxcb.scheduler.policy import LengthPredictor, TenantClock, View, policy_of
+from jaxcb.scheduler.plan import Row, Sampled, StepPlan, TokenEvent
+from jaxcb.scheduler.policy import policy_of
 from jaxcb.scheduler.preempt import choose_outranked, choose_victim, should_swap
 from jaxcb.scheduler.queue import WaitingQueue
+from jaxcb.scheduler.rows import Drafter, add_drafts, chunk_row, decode_rows, num_pages_needed
 from jaxcb.scheduler.sequence import Sequence, Status
 from jaxcb.scheduler.step_time import StepTimeFit
-
-Drafter = Callable[[Sequence, int], Array[int]]
-"""Guesses at most so many next tokens of a sequence, from its ``token_ids``."""
+from jaxcb.scheduler.view import View
 
 _new = tuple.__new__  # of a named tuple: half the time of its own constructor
 
@@ -89,9 +87,7 @@ class Scheduler:
         self.cache, self.pool, self.host = self._memory.cache, self._memory.pool, self._memory.host
         self._running: OrderedDict[str, Sequence] = OrderedDict()  # oldest admission first
         self._policy = policy_of(limits.policy)
-        self._observed_lengths = LengthPredictor()
-        self._tenants = TenantClock(lambda s: s.num_prompt_tokens + self._predicted_tokens(s))
-        self._view = View(self._predicted_tokens, self._cached_tokens, self._start_of_turn, limits.priority_ageing_s)
+        self._view = View(limits, self.cache)
         self._queue = WaitingQueue(
             self._policy, lambda sequence: self._policy.key(sequence, self._view), limits.max_overtakes
         )
@@ -243,20 +239,25 @@ class Scheduler:
         rows: list[Row] = []
         chunks: list[Chunk] = []
         if self.limits.prefill_first:
-            chunks = self._divide(prompts, 0, admit=True, num_pages_owed=_num_pages_needed(decodes))
+            chunks = self._divide(prompts, 0, admit=True, num_pages_owed=num_pages_needed(decodes))
         if not chunks:
             preempted = self._reserve(decodes)
             if preempted:
                 decodes, prompts = self._sort_running()
             if self._drafter is not None:  # guesses are made from what is known
                 decodes = [s for s in decodes if s.num_scheduled < len(s.token_ids)]
-            rows = self._decode(decodes)
+            rows = decode_rows(decodes, self.limits.max_num_batched_tokens, self._memory)
         num_decodes = len(rows)
         if (prompts or self._queue) and not self.limits.prefill_first:
             chunks = self._divide(prompts, num_decodes, admit=not preempted)
         num_tokens = num_decodes + sum([chunk.num_tokens for chunk in chunks])
-        num_drafts = self._add_drafts(rows, self.limits.max_num_batched_tokens - num_tokens) if self._drafter else 0
-        rows += [self._chunk_row(chunk) for chunk in chunks]
+        num_drafts = 0
+        if self._drafter is not None:
+            left = self.limits.max_num_batched_tokens - num_tokens
+            num_drafts = add_drafts(rows, self._drafter, self._num_draft_tokens, left, self._memory)
+        for chunk in chunks:
+            rows.append(chunk_row(chunk))
+            self._sort_again |= chunk.is_new or chunk.sequence.decoding
         if not rows:
             # If nothing is in flight, the one that was preempted can take up the pages that it gave back.
             return Scheduler.plan(self) if preempted and not self._memory.num_deferred_pages else None
@@ -284,7 +285,7 @@ class Scheduler:
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)  # type: ignore[arg-type]  # a row without drafts has one token
-            events.append(_new(TokenEvent, (sequence, token_id, None, None)))
+            events.append(_new(TokenEvent, (sequence, token_id, None, None, None, None)))
             if token_id in sequence.end_ids or len(token_ids) >= sequence.look_at:
                 self._look_at(sequence, events)
         for row, token_id in zip(plan.rows[plan.num_decodes :], sampled[plan.num_decodes :], strict=True):
@@ -348,54 +349,12 @@ class Scheduler:
         if len(decodes) <= self.pool.num_free:
             return False
         preempted = False
-        needed = _num_pages_needed(decodes)
+        needed = num_pages_needed(decodes)
         while needed > self.pool.num_free + memory.num_deferred_pages:
             self._preempt(choose_victim(self._running.values(), self.limits, self._policy))
             preempted = True
-            needed = _num_pages_needed(decodes)
+            needed = num_pages_needed(decodes)
         return preempted
-
-    def _decode(self, decodes: list[Sequence]) -> list[Row]:
-        """A row of one token for each. One that needs a page is left out while none is free.
-
-        This runs for every token that is generated: no call, no property, no allocation but the row.
-        """
-        rows: list[Row] = []
-        budget = self.limits.max_num_batched_tokens
-        for sequence in decodes:
-            start = sequence.num_scheduled
-            if start < sequence.pause_at:
-                rows.append(_new(DecodeRow, (sequence, sequence.slot, start)))
-            elif start == sequence.capacity and self.pool.num_free and start < sequence.max_total_tokens - 1:
-                first, pages = len(sequence.pages), self._memory.grow(sequence)
-                rows.append(PlanRow(sequence, sequence.slot, (IN_FLIGHT,), start, True, first, pages))
-            else:
-                continue
-            sequence.num_scheduled = start + 1
-            budget -= 1
-            if not budget:
-                break
-        return rows
-
-    def _add_drafts(self, rows: list[Row], budget: int) -> int:
-        """Extend decodes by guesses, where budget and pages are left by everything else. Returns how many."""
-        assert self._drafter is not None
-        left = budget
-        for i, row in enumerate(rows):
-            sequence = row.sequence
-            room = sequence.max_total_tokens - len(sequence.token_ids) - 1
-            most = min(self._num_draft_tokens, left, room)
-            drafts = list(self._drafter(sequence, most))[:most] if most > 0 else []
-            if not drafts:
-                continue
-            first, pages = row.first_new_page or len(sequence.pages), list(row.new_pages)
-            while sequence.capacity < row.start + 1 + len(drafts) and self.pool.num_free:
-                pages += self._memory.grow(sequence)
-            drafts = drafts[: sequence.capacity - row.start - 1]
-            tokens = [IN_FLIGHT, *drafts]
-            rows[i] = PlanRow(sequence, row.slot, tokens, row.start, True, first, pages, num_drafts=len(drafts))
-            left -= len(drafts)
-        return budget - left
 
     def _divide(
         self, prompts: list[Sequence], num_decode_tokens: int, *, admit: bool, num_pages_owed: int = 0
@@ -425,21 +384,8 @@ class Scheduler:
             for sequence in self._admission.fill(budget, num_pages_owed):
                 self._count_admission(sequence)
 
-    def _chunk_row(self, chunk: Chunk) -> PlanRow:
-        sequence, start = chunk.sequence, chunk.sequence.num_scheduled
-        end = start + chunk.num_tokens
-        samples = end == len(sequence.token_ids)
-        row = PlanRow(sequence, sequence.slot, sequence.token_ids[start:end], start, samples)
-        if chunk.is_new:
-            row.new_pages = list(sequence.pages)  # the slot's table still holds its last owner's
-        sequence.num_scheduled = end
-        sequence.decoding = samples
-        self._sort_again |= samples or chunk.is_new
-        return row
-
     def _count_admission(self, sequence: Sequence) -> None:
-        if sequence.start_of_turn is not None:
-            self._tenants.admitted(sequence.start_of_turn)
+        self._view.was_admitted(sequence)
         if not sequence.admitted_once:
             sequence.admitted_once = True
             sequence.num_cached_tokens = sequence.num_computed
@@ -558,40 +504,13 @@ class Scheduler:
         sequence.parent = None
         self._let_followers_go(sequence)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._observed_lengths.learn(sequence.num_prompt_tokens, sequence.num_generated)
+            self._view.has_finished(sequence)
+
+    def _salt(self, cache_salt: str) -> tuple[str, str]:
+        return self.limits.cache_name, cache_salt
 
     def _let_followers_go(self, sequence: Sequence) -> None:
         """Its forks may be admitted."""
         for follower in sequence.followers:
             self._queue.let_go(follower)
         sequence.followers = []
-
-    # ------------------------------------------------------------------ what policies may ask
-
-    def _salt(self, cache_salt: str) -> tuple[str, str]:
-        return self.limits.cache_name, cache_salt
-
-    def _predicted_tokens(self, sequence: Sequence) -> float:
-        predictor, request = self.limits.length_predictor, sequence.request
-        most = sequence.max_total_tokens - sequence.num_prompt_tokens
-        if predictor == "max_tokens":
-            return most
-        return min(self._observed_lengths(request) if predictor == "observed" else predictor(request), most)
-
-    def _cached_tokens(self, sequence: Sequence) -> int:
-        match = self.cache.match(self.cache.root(sequence.salt), sequence.packed, len(sequence.token_ids) - 1)
-        return len(match.pages) * self.limits.page_size
-
-    def _start_of_turn(self, sequence: Sequence) -> float:
-        if sequence.start_of_turn is None:
-            sequence.start_of_turn = self._tenants.book(sequence)
-        return sequence.start_of_turn
-
-
-def _num_pages_needed(decodes: list[Sequence]) -> int:
-    """Pages without which some decodes can't go on."""
-    needed = 0
-    for sequence in decodes:
-        if sequence.num_scheduled == sequence.capacity and sequence.decoding:
-            needed += sequence.capacity < sequence.max_total_tokens - 1
-    return needed

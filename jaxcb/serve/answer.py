@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxcb.request import RequestOutput
+from jaxcb.request import RequestOutput, best_choices
 from jaxcb.serve.call import Call, Face
 from jaxcb.serve.errors import ApiError, ClientLeftError, error_body
 from jaxcb.serve.responses import Usage, encode
@@ -39,7 +40,13 @@ async def answer_whole(
         ClientLeftError: nobody waits for the answer any more.
     """
     outputs = await _while_connected(_last_outputs(service, streams), receive, call, streams)
-    return Response(encode(face.answer(call, outputs)), media_type="application/json")
+    left = iter(outputs)
+    chosen = [
+        output
+        for prompt in call.prompts
+        for output in best_choices(list(itertools.islice(left, prompt.sampling.num_choices)), prompt.sampling)
+    ]
+    return Response(encode(face.answer(call, chosen, Usage.of(outputs))), media_type="application/json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,9 @@ from jaxcb.errors import RequestError
 from jaxcb.request import RequestOutput, SamplingParams
 from jaxcb.serve.requests import StreamOptions
 from jaxcb.serve.responses import Usage
+
+if TYPE_CHECKING:
+    from jaxcb.text import Tokenizer
 
 
 class Prompt(NamedTuple):
@@ -23,7 +26,7 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One HTTP request: one or more prompts. Each becomes a request of the engine.
+    """One HTTP request: one or more prompts. Each becomes a request of the engine, with one or more answers.
 
     ``field_names`` tells where the body calls something by another name than the engine does.
     """
@@ -33,6 +36,7 @@ class Call:
     prompts: Sequence[Prompt]
     stream: bool
     include_usage: bool
+    tokenizer: Tokenizer
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
@@ -42,10 +46,10 @@ class Call:
 class Face:
     """An endpoint in three functions: what stands between the engine's words and OpenAI's."""
 
-    answer: Callable[[Call, Sequence[RequestOutput]], msgspec.Struct]
-    """The body for the finished outputs, one a prompt."""
+    answer: Callable[[Call, Sequence[RequestOutput], Usage], msgspec.Struct]
+    """The body for the finished outputs, the ``n`` of a prompt after those of the one before."""
     chunks: Callable[[Call, int, RequestOutput, bool], list[msgspec.Struct]]
-    """(call, index of the prompt, output, whether it is its first) -> the chunks that say what the output added."""
+    """(call, index of the choice, output, whether it is its first) -> the chunks that say what the output added."""
     usage_chunk: Callable[[Call, Usage], msgspec.Struct]
 
 

@@ -12,6 +12,7 @@ from jaxcb.errors import RequestError
 from jaxcb.request import RequestOutput
 from jaxcb.serve.call import Call, Face, Prompt, new_id, wants_usage
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
+from jaxcb.serve.logprobs import chat_logprobs
 from jaxcb.serve.requests import CHAT_UNSUPPORTED, ChatFields, ChatMessage, IgnoredFields, SamplingFields
 from jaxcb.serve.responses import (
     AnswerMessage,
@@ -42,7 +43,10 @@ def read(body: bytes, service: Service) -> Call:
     if not chat.messages:
         raise RequestError("messages must hold at least one message", param="messages")
     include_usage = wants_usage(chat.stream, chat.stream_options)
-    params = _one_limit(sampling, chat.max_completion_tokens).params(max_tokens=None)
+    if chat.top_logprobs and not chat.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
+    params = _one_limit(sampling, chat.max_completion_tokens).params(max_tokens=None, logprobs=logprobs)
     token_ids = service.engine.tokenizer.apply_chat_template(
         [_message(message) for message in chat.messages], max_tokens=service.max_model_len
     )
@@ -53,6 +57,7 @@ def read(body: bytes, service: Service) -> Call:
         prompts=[Prompt(token_ids, params)],
         stream=bool(chat.stream),
         include_usage=include_usage,
+        tokenizer=service.engine.tokenizer,
         field_names={"prompt": "messages", "max_tokens": limit_name},
     )
 
@@ -80,7 +85,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     return {"role": role, "content": content, **named}
 
 
-def _answer(call: Call, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+def _answer(call: Call, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
     return ChatCompletion(
         id=call.id,
         created=call.created,
@@ -91,24 +96,27 @@ def _answer(call: Call, outputs: Sequence[RequestOutput]) -> ChatCompletion:
                 message=AnswerMessage(content=output.text),
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
+                logprobs=chat_logprobs(output.logprobs, call.tokenizer),
             )
             for index, output in enumerate(outputs)
         ],
-        usage=Usage.of(outputs),
+        usage=usage,
     )
 
 
 def _chunks(call: Call, index: int, output: RequestOutput, first: bool) -> list[msgspec.Struct]:
-    """The role comes alone and first; an output that added no text and ends nothing is not worth a chunk."""
+    """The role comes alone and first; an output that added nothing and ends nothing is not worth a chunk."""
     chunks: list[msgspec.Struct] = []
     if first:
         chunks.append(_chunk(call, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))]))
-    if output.new_text or output.finished:
+    logprobs = output.new_logprobs
+    if output.new_text or output.finished or logprobs:
         choice = ChatChunkChoice(
             index=index,
             delta=Delta(content=output.new_text or UNSET),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason if output.finished else UNSET,
+            logprobs=chat_logprobs(logprobs, call.tokenizer),
         )
         chunks.append(_chunk(call, [choice]))
     return chunks

@@ -14,6 +14,8 @@ from typing import get_args
 from jaxcb.config import Backend, EngineConfig, Quantization
 from jaxcb.errors import ConfigError
 from jaxcb.presets import engine_settings
+from jaxcb.scheduler.knobs import Batching, Preemption, Reservation, Victim
+from jaxcb.scheduler.policy import POLICIES
 
 _SIZE = re.compile(r"(\d+)(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -112,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--kv-cache-memory-bytes", type=_num_bytes, metavar="N", help="or sized so: 512M, 2GiB")
     memory.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="part of a GPU's memory to take")
     memory.add_argument("--no-enable-prefix-caching", action="store_false", dest="enable_prefix_caching")
+    memory.add_argument(
+        "--host-kv-gib", "--swap-space", type=float, metavar="GIB", help="host memory for KV; default 0"
+    )
+
+    _add_scheduling(parser)
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--preset", metavar="NAME", help="schedule as another system does: vllm-v1, sarathi, tgi, ...")
@@ -119,7 +126,32 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--no-run-ahead", "--no-async-scheduling", action="store_false", dest="run_ahead")
     engine.add_argument("--step-log", metavar="FILE", help="a line of JSON a step, to calibrate the simulator")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests that bring none")
+    engine.add_argument(
+        "--event-log", metavar="FILE", help="what the scheduler did, to be replayed (holds the prompts)"
+    )
     return parser
+
+
+def _add_scheduling(parser: argparse.ArgumentParser) -> None:
+    """A flag for each of the scheduler's knobs; --help shows those that a server is most often tuned by."""
+    group = parser.add_argument_group("scheduling (the README lists every knob; each has a flag)")
+    group.add_argument("--policy", choices=tuple(POLICIES), metavar="NAME", help=f"who is next: {', '.join(POLICIES)}")
+    group.add_argument("--long-prefill-token-threshold", type=int, metavar="N", help="default: half the budget; 0: off")
+    group.add_argument("--itl-target-ms", type=float, metavar="MS", help="time between tokens to hold")
+    group.add_argument("--reservation", choices=get_args(Reservation), help="of pages; default optimistic")
+    group.add_argument("--admission-watermark", type=float, metavar="F", help="part of the pages to leave free")
+    group.add_argument("--preemption", choices=get_args(Preemption), help="default auto")
+    rare = functools.partial(group.add_argument, help=argparse.SUPPRESS)
+    rare("--length-predictor", choices=("max_tokens", "observed"))
+    rare("--priority-ageing", type=float, dest="priority_ageing_s")
+    rare("--batching", choices=get_args(Batching))
+    rare("--victim", choices=get_args(Victim))
+    rare("--waiting-served-ratio", type=float)
+    for name in ("overtakes", "passes", "chunk-tokens", "num-partial-prefills", "waiting-steps"):
+        rare(f"--max-{name}", type=int)
+    rare("--prefill-first", action="store_true")
+    rare("--exact-fill", action="store_true")
+    rare("--no-enable-chunked-prefill", action="store_false", dest="enable_chunked_prefill")
 
 
 def _num_bytes(text: str) -> int:

@@ -13,6 +13,7 @@ from jaxcb.errors import RequestError
 from jaxcb.request import RequestOutput
 from jaxcb.serve.call import Call, Face, Prompt, new_id, wants_usage
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
+from jaxcb.serve.logprobs import text_logprobs
 from jaxcb.serve.requests import COMPLETION_UNSUPPORTED, CompletionFields, IgnoredFields, SamplingFields
 from jaxcb.serve.responses import Completion, TextChoice, Usage
 
@@ -39,13 +40,25 @@ def read(body: bytes, service: Service) -> Call:
     completion = convert(fields, CompletionFields)
     model = service.check_model(completion.model)
     include_usage = wants_usage(completion.stream, completion.stream_options)
+    best_of = None if completion.best_of == (sampling.n or 1) else completion.best_of
+    if best_of is not None and completion.stream:
+        raise RequestError("best_of can't be streamed: which answer is best is known at the end", param="best_of")
     prompts = _prompts(completion.prompt, service)
     return Call(
         id=new_id("cmpl"),
         model=model,
-        prompts=[Prompt(ids, sampling.params(max_tokens=_default_limit(len(ids), service))) for ids in prompts],
+        prompts=[
+            Prompt(
+                ids,
+                sampling.params(
+                    max_tokens=_default_limit(len(ids), service), best_of=best_of, logprobs=completion.logprobs
+                ),
+            )
+            for ids in prompts
+        ],
         stream=bool(completion.stream),
         include_usage=include_usage,
+        tokenizer=service.engine.tokenizer,
     )
 
 
@@ -88,7 +101,7 @@ def _all_of(kind: type[T], values: Sequence[object]) -> list[T]:
     return same if len(same) == len(values) else []
 
 
-def _answer(call: Call, outputs: Sequence[RequestOutput]) -> Completion:
+def _answer(call: Call, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
     return Completion(
         id=call.id,
         created=call.created,
@@ -99,22 +112,25 @@ def _answer(call: Call, outputs: Sequence[RequestOutput]) -> Completion:
                 text=output.text,
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
+                logprobs=text_logprobs(output.logprobs, call.tokenizer),
             )
             for index, output in enumerate(outputs)
         ],
-        usage=Usage.of(outputs),
+        usage=usage,
     )
 
 
 def _chunks(call: Call, index: int, output: RequestOutput, first: bool) -> list[msgspec.Struct]:
-    """An output that added no text and ends nothing is not worth a chunk."""
-    if not output.new_text and not output.finished:
+    """An output that added nothing and ends nothing is not worth a chunk."""
+    logprobs = output.new_logprobs
+    if not output.new_text and not output.finished and not logprobs:
         return []
     choice = TextChoice(
         index=index,
         text=output.new_text,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason if output.finished else UNSET,
+        logprobs=text_logprobs(logprobs, call.tokenizer, len(output.text) - len(output.new_text)),
     )
     return [_chunk(call, [choice])]
 

@@ -11,14 +11,32 @@ from typing import Annotated, Any
 import msgspec
 
 from jaxcb.request import SamplingParams
+from jaxcb.sampling_params import MAX_LOGPROBS
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every generating endpoint that go into :class:`jaxcb.request.SamplingParams` under the same name."""
 
+    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -28,14 +46,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
-    def params(self, *, max_tokens: int | None) -> SamplingParams:
-        """The checked parameters; ``max_tokens`` is the endpoint's default.
+    def params(self, *, max_tokens: int | None, **more: Any) -> SamplingParams:
+        """The checked parameters; ``max_tokens`` is the endpoint's default, and ``more`` its own fields.
 
         Raises:
             RequestError: a value is out of range; ``.param`` names the field.
         """
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{"max_tokens": max_tokens, **given})
+        return SamplingParams(**{"max_tokens": max_tokens, **given, **more})
 
 
 class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,15 +68,7 @@ class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
@@ -77,8 +87,6 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **UNSUPPORTED,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -100,9 +108,7 @@ CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **UNSUPPORTED,
-    "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False,),
     "suffix": (),
     "add_special_tokens": (True,),
 }
@@ -162,6 +168,8 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class CompletionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,3 +179,5 @@ class CompletionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    best_of: int | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxcb.request import FinishReason, RequestOutput
+from jaxcb.serve.logprobs import ChatLogprobs, TextLogprobs
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -23,10 +24,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> Usage:
-        """The sums over the finished sequences of one HTTP request."""
-        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        """The sums over the finished sequences of one HTTP request. A prompt counts once, however many answers it
+        has; every answer counts, those that ``best_of`` left out too."""
+        prompt = sum(len(output.prompt_token_ids) for output in outputs if output.index == 0)
         generated = sum(len(output.token_ids) for output in outputs)
-        cached = sum(output.num_cached_tokens for output in outputs)
+        cached = sum(output.num_cached_tokens for output in outputs if output.index == 0)
         return cls(
             prompt_tokens=prompt,
             completion_tokens=generated,
@@ -46,7 +48,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: AnswerMessage
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +70,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     delta: Delta
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +91,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

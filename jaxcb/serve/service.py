@@ -80,9 +80,10 @@ class Service:
             RequestError, QueueFullError, EngineStoppedError: the engine refused one of them.
         """
         limit = self.engine.config.max_waiting
-        if limit is not None and len(call.prompts) > limit:
+        count = sum(prompt.sampling.num_choices for prompt in call.prompts)
+        if limit is not None and count > limit:
             raise RequestError(
-                f"prompt holds {len(call.prompts)} prompts; this server's queue takes at most {limit}", param="prompt"
+                f"prompt and n ask for {count} answers; this server's queue takes at most {limit}", param="prompt"
             )
         streams: list[OutputStream] = []
         try:
@@ -93,7 +94,7 @@ class Service:
                     sampling=prompt.sampling,
                     arrival_s=call.arrival_s,
                 )
-                streams.append(self.engine.submit(request))
+                streams += self.engine.submit_choices(request)
         except JaxcbError as error:
             for stream in streams:
                 stream.abort()

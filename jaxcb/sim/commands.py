@@ -22,7 +22,7 @@ from jaxcb.sim import reference, report
 from jaxcb.sim.calibrate import fit, read_step_log
 from jaxcb.sim.cli import engine_settings
 from jaxcb.sim.clusters import Cluster, Machine, cluster_of, own_cluster
-from jaxcb.sim.compare import Limits, Row, default_presets, rows
+from jaxcb.sim.comparison import Limits, Row, default_presets, rows
 from jaxcb.sim.gpus import GPUS
 from jaxcb.sim.mechanisms import MECHANISMS
 from jaxcb.sim.models import MODELS

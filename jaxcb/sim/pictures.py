@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxcb.errors import ConfigError
-from jaxcb.sim.compare import Row
+from jaxcb.sim.comparison import Row
 from jaxcb.sim.result import RequestRecord
 from jaxcb.sim.sweep import Point, front
 from jaxcb.sim.timeline import CHUNK, DECODE, WAITING, Timeline

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxcb.presets import PRESETS
 from jaxcb.scheduler import SchedulerLimits
-from jaxcb.sim.compare import Row
+from jaxcb.sim.comparison import Row
 from jaxcb.sim.reference import Totals
 from jaxcb.sim.result import Distribution, Result
 from jaxcb.sim.sweep import Point, front

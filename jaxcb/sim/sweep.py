@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxcb.config import EngineConfig
 from jaxcb.sim.clusters import Machine, cluster_of, own_cluster
-from jaxcb.sim.compare import Limits
+from jaxcb.sim.comparison import Limits
 from jaxcb.sim.result import Result
 from jaxcb.sim.simulator import Simulation
 from jaxcb.sim.trace import TraceRequest
@@ -60,7 +60,7 @@ def sweep(
     limits: Limits | None = None,
     drive: Callable[[str, Simulation], bool],
 ) -> Iterator[Point]:
-    """A point for each (token budget, sequences a step). Arguments as for :func:`jaxcb.sim.compare.compare`."""
+    """A point for each (token budget, sequences a step). Arguments as for :func:`jaxcb.sim.compare`."""
     clusters = []
     for budget, seqs in grid:
         settings = {**(given or {}), "max_num_batched_tokens": budget, "max_num_seqs": seqs}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,21 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids outside the vocabulary have none."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, which may be a part of a character; nothing for an id without a token."""
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if fallback := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(fallback[1], 16)])
+        if self._is_byte_level and all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
+        return token.replace("▁", " ").encode()
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        return '"ByteLevel"' in str(json.loads(self.backend.to_str())["decoder"]).replace("'", '"')
 
     def render_chat(
         self,
@@ -211,3 +227,15 @@ def _default_template(value: object) -> str | None:
         template = named.get("default")
         return template if isinstance(template, str) else None
     return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE writes bytes as: printable Latin-1 as themselves, the rest from U+0100 on
+    (Radford et al. 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_OF = _byte_alphabet()

@@ -12,7 +12,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +19,8 @@ import jax.ffi
 import jaxlib
 
 SOURCES = Path(__file__).parent / "src"
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Where a wheel may carry libraries, prebuilt/<variant>/libjaxcb.so: they are taken before anything is compiled."""
 LIBRARY = "libjaxcb.so"
 VARIANTS = {
     "avx512": ("-march=x86-64-v4",),
@@ -55,27 +56,29 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def library(directory: Path, variant: str, extra_flags: Sequence[str] = ()) -> Path:
-    """Where the variant's library is, or will be: the name holds all that its contents depend on."""
-    key = hashlib.sha256(f"{jaxlib.__version__} {_FLAGS} {VARIANTS[variant]} {tuple(extra_flags)}".encode())
+def library(directory: Path, variant: str) -> Path:
+    """Where the variant's library is, or will be: a wheel's own, or one whose name holds all that it depends on."""
+    if (carried := PREBUILT / variant / LIBRARY).is_file():
+        return carried
+    key = hashlib.sha256(f"{jaxlib.__version__} {_FLAGS} {VARIANTS[variant]}".encode())
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
     return directory / f"{variant}-{key.hexdigest()[:16]}" / LIBRARY
 
 
-def build(directory: Path, variant: str, extra_flags: Sequence[str] = ()) -> Path:
+def build(directory: Path, variant: str) -> Path:
     """Compile a variant unless it is there. A library in the directory is complete; a build that fails leaves nothing.
 
     Raises:
         NativeError: there is no compiler, it fails, or the directory can't be written.
     """
-    target = library(directory, variant, extra_flags)
+    target = library(directory, variant)
     if target.is_file():
         return target
     command = compiler()
     if command is None:
         raise NativeError("no C++ compiler: install g++ or clang++ (apt install g++, dnf install gcc-c++), or set CXX")
-    flags = [*_FLAGS, *VARIANTS[variant], *extra_flags]
+    flags = [*_FLAGS, *VARIANTS[variant]]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=".build-") as scratch:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
-from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
+from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, scheduler_of, shape_of
 from jaxcb.request import FinishReason, Request, SamplingParams
+from jaxcb.scheduler import Scheduler
 from jaxcb.scheduler.replay import replay
 from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
 from jaxcb.weights.cache import cache_dir
-from tests.engine.conftest import SPEC
+from tests.engine.conftest import SPEC, sensitive_params
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PAGE_GIB = 2 * 2 * 16 * 2 * 16 * 4 / 2**30
@@ -180,3 +183,48 @@ def test_what_an_engine_recorded_is_planned_the_same_again(cores, alone, tmp_pat
     assert run(core) == alone
     assert core.scheduler.counters.swaps > 0
     assert len(replay(log.read_text().splitlines())) == core.num_steps
+
+
+def test_pages_behind_the_window_are_given_back_and_the_answer_stays_the_same():
+    spec = dataclasses.replace(SPEC, windows=(48, 32))
+    weights = sensitive_params(spec, seed=5)
+    config = resolve_config(
+        EngineConfig(
+            dtype="float32",
+            max_num_seqs=2,
+            max_num_batched_tokens=64,
+            max_model_len=256,
+            num_kv_pages=32,
+            decode_buckets=(),
+            mixed_buckets=(),
+            host_kv_gib=64 * PAGE_GIB,
+            preemption="swap",
+        ),
+        spec,
+        np.float32,
+    )
+    runner = Runner(spec, weights, buckets_of(config), shape_of(config), backend_of(config))
+    runner.compile(progress=False)
+    limits = limits_of(config, spec)
+    assert limits.sliding_window == 48
+    sampling = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    answers, peaks = [], []
+    for window, swaps in ((None, False), (48, False), (48, True)):
+        core = EngineCore(
+            Scheduler(dataclasses.replace(limits, sliding_window=window)), runner, run_ahead=config.run_ahead
+        )
+        add(core, "a", prompt(90, seed=7), sampling)
+        answer, peak = [], 0
+        while core.has_work:
+            if swaps and len(answer) in (20, 55):
+                core.scheduler._preempt(core.scheduler._running["a"])
+                answer += [event.token_id for event in core.step()]
+            answer += [event.token_id for event in core.step()]
+            if len(answer) > 10:
+                peak = max(peak, core.scheduler.pool.num_used)
+            core.scheduler.check()
+        answers.append(answer)
+        peaks.append(peak)
+        assert core.scheduler.counters.swaps == (2 if swaps else 0)
+    assert answers[0] == answers[1] == answers[2]
+    assert peaks[0] == 12 and peaks[1] <= 5

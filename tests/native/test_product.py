@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -107,6 +108,18 @@ def test_a_row_has_the_same_bits_in_any_company(dtype, size_in, activation):
         np.testing.assert_array_equal(rows_of(x[:count]).view(np.uint32), alone[:count].view(np.uint32))
         np.testing.assert_array_equal(rows_of(x, num_rows=count)[:count].view(np.uint32), alone[:count].view(np.uint32))
     np.testing.assert_array_equal(rows_of(x[::-1])[::-1].view(np.uint32), alone.view(np.uint32))
+
+
+def test_calls_from_several_threads_do_not_disturb_each_other():
+    x, weights = inputs(4, 60, 100, 120, "bfloat16")
+    norm = np.ones(100, np.float32)
+    gated = jax.jit(lambda rows: native.product(rows, [weights], activation="silu", norms=[norm]))
+    parts = [x[i : i + 30] for i in range(0, 31, 10)]
+    wanted = [np.asarray(gated(part)) for part in parts]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(20):
+            for got, want in zip(threads.map(gated, parts), wanted, strict=True):
+                np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(

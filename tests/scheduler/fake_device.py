@@ -18,7 +18,7 @@ from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import Row, Scheduler, SchedulerLimits, Sequence, Status, StepPlan, TokenEvent
 from jaxcb.scheduler.plan import IN_FLIGHT
 from jaxcb.scheduler.replay import RecordingScheduler
-from jaxcb.scheduler.scheduler import Drafter
+from jaxcb.scheduler.rows import Drafter
 
 VOCABULARY = 50
 EOS = 0

@@ -160,12 +160,13 @@ def newcomers_before_the_preempted():
 
 
 def prompts_before_decodes():
-    """A long prompt takes the budget, and decodes what is left."""
+    """A prompt that was started takes the step for itself."""
 
-    def greedy(original, self, decodes):
-        return original(self, decodes if not self._prompts else decodes[:0])
+    def greedy(original, self):
+        decodes, prompts = original(self)
+        return (decodes[:0], prompts) if prompts else (decodes, prompts)
 
-    return _replaced(Scheduler, "_decode", greedy)
+    return _replaced(Scheduler, "_sort_running", greedy)
 
 
 def an_admission_that_takes_the_pages_of_decodes():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
 
+from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler.policy import LengthPredictor, TenantClock
+from jaxcb.scheduler.view import LengthPredictor, TenantClock
 from tests.scheduler.fake_device import Driver, answer_alone, driver
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -112,9 +116,7 @@ def test_priority_preempts_for_pages_no_more_than_it_needs_and_nothing_if_that_i
         d.step()
     d.add("big", prompt(26, seed=5), answer_of(2), priority=1)
     d.step()
-    assert list(d.scheduler._running) == ["a", "b", "big"]
-    d.run()
-    assert d.finished["c"].sequence.num_preemptions >= 1 and d.finished["b"].sequence.num_preemptions == 0
+    assert list(d.scheduler._running) == ["a", "b", "big"], "c alone made room"
     huge = driver(depth=0, num_kv_pages=16, policy="priority", admission_watermark=0.0)
     huge.add("a", prompt(36), answer_of(9), priority=0)
     huge.add("b", prompt(15, seed=2), answer_of(9), priority=2)
@@ -181,29 +183,26 @@ def test_fair_gives_each_tenant_its_turn_by_tokens():
 
 
 def test_an_idle_tenant_gains_no_credit():
-    clock = TenantClock(cost=lambda sequence: 10.0)
-
-    class Stub:
-        def __init__(self, tenant: str):
-            self.request = Request(request_id="r", prompt_token_ids=[1], tenant=tenant)
-
+    clock = TenantClock()
     for _ in range(5):
-        clock.admitted(clock.book(Stub("busy")))
-    assert clock.book(Stub("idle")) == 40.0
+        clock.admitted(clock.book("busy", 10.0))
+    assert clock.book("idle", 10.0) == 40.0
 
 
-def short_prompts_first(sequence, view):
-    return sequence.request.arrival_s + min(10.0, 0.01 * sequence.num_prompt_tokens)
-
-
-def test_a_policy_is_a_function():
-    """The example of ``jaxcb.scheduler.policy`` and of the README."""
-    d = driver(max_num_seqs=1, policy=short_prompts_first)
+@pytest.mark.parametrize("source", ["README.md", "jaxcb/scheduler/policy.py"])
+def test_a_policy_is_a_function(source):
+    """The example that the documentation gives, run as it stands there."""
+    text = (Path(__file__).parents[2] / source).read_text(encoding="utf-8")
+    example = textwrap.dedent(re.search(r"^ *def short_prompts_first.*?^ *EngineConfig\(.*?$", text, re.M | re.S)[0])
+    given = {}
+    exec(example, {"EngineConfig": given.update})
+    d = driver(max_num_seqs=1, policy=given["policy"])
     d.add("a", prompt(40), ONE, arrival_s=0.0)
     d.add("b", prompt(5), ONE, arrival_s=0.1)
     d.add("c", prompt(5), ONE, arrival_s=0.5)
     d.run()
     assert order_of(d) == "bac"
+    assert EngineConfig(policy=given["policy"]).policy is given["policy"]
 
 
 def test_a_policy_that_would_starve_someone_is_overruled():

@@ -15,8 +15,11 @@ from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from jaxcb.config import EngineConfig
 from jaxcb.errors import EngineStoppedError, ModelError, QueueFullError, RequestError
+from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request, RequestOutput
 
 EOS = ord("!")
@@ -45,14 +48,17 @@ class FakeTokenizer:
             lines.append(f"{message['role']}:{text}\n")
         return self.encode("".join(lines))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
     def warm_up(self) -> None: ...
 
 
 class FakeStream:
     """Yields one token every ``engine.step_s``; belongs to the loop it was made in."""
 
-    def __init__(self, engine: FakeEngine, request: Request):
-        self._engine, self.request = engine, request
+    def __init__(self, engine: FakeEngine, request: Request, index: int):
+        self._engine, self.request, self._index = engine, request, index
         self._loop = asyncio.get_running_loop()
         self._ready: deque[RequestOutput] = deque()
         self._ids: list[int] = []
@@ -119,8 +125,23 @@ class FakeStream:
             arrival_s=self.request.arrival_s,
             first_token_s=self._first_s,
             finished_s=None if reason is None else time.monotonic(),
+            index=self._index,
+            logprobs_parts=None if self._asked is None else self._logprobs(self._ids),
+            new_logprobs_parts=None if self._asked is None else self._logprobs(ids),
             **more,
         )
+
+    @property
+    def _asked(self) -> int | None:
+        return 0 if self.request.sampling.best_of else self.request.sampling.logprobs
+
+    def _logprobs(self, ids: list[int]) -> list[Logprobs]:
+        """Each token has -1, and -2 in a choice of odd index; the next character is never drawn: -inf."""
+        own = np.asarray(ids, np.int32)
+        values = np.full(len(ids), -1.0 - self._index % 2, np.float32)
+        top = np.stack([own, own + 1], 1)[:, : self._asked]
+        top_values = np.stack([values, np.full_like(values, -np.inf)], 1)[:, : self._asked]
+        return [Logprobs(own, values, np.ones_like(own), top, top_values)]
 
     def _end(self, reason: FinishReason) -> None:
         if self.ended is None:
@@ -171,7 +192,10 @@ class FakeEngine:
         print("fake engine:", dataclasses.asdict(config), file=sys.stderr)
         return engine
 
-    def submit(self, request: Request) -> FakeStream:
+    def submit_choices(self, request: Request) -> list[FakeStream]:
+        return [self._submit(request, index) for index in range(request.sampling.num_choices)]
+
+    def _submit(self, request: Request, index: int) -> FakeStream:
         if self._stopped or not self.healthy:
             raise EngineStoppedError("the engine was shut down by /secret/path")
         if len(request.prompt_token_ids) >= MAX_MODEL_LEN:
@@ -180,7 +204,7 @@ class FakeEngine:
             raise RequestError(f"at most {MAX_MODEL_LEN} tokens fit", param="max_tokens")
         if self.config.max_waiting is not None and self.num_waiting + len(self.live) >= self.config.max_waiting:
             raise QueueFullError(f"the queue holds {self.config.max_waiting} requests already")
-        stream = FakeStream(self, request)
+        stream = FakeStream(self, request, index)
         self.requests.append(request)
         self.live.append(stream)
         self.counts["prompt"] += len(request.prompt_token_ids)

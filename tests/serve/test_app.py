@@ -145,7 +145,7 @@ def test_bugs_are_500_without_details(client: TestClient, engine: FakeEngine, mo
     def broken(request: object) -> None:
         raise ZeroDivisionError("in /secret/engine.py")
 
-    monkeypatch.setattr(engine, "submit", broken)
+    monkeypatch.setattr(engine, "submit_choices", broken)
     error_of(client.post(COMPLETIONS, json={"prompt": "a"}), 500)
 
 

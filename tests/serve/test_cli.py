@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
+from jaxcb.scheduler import SchedulingKnobs
 from jaxcb.serve.cli import parse
 
 
@@ -42,6 +44,21 @@ def test_flags_reach_the_engines_settings() -> None:
         seed=9,
         backend="xla",
     )
+
+
+def test_every_scheduling_knob_has_a_flag() -> None:
+    flags = (
+        "--policy sjf --length-predictor max_tokens --priority-ageing 3 --max-overtakes 5 --max-passes 2 "
+        "--batching static --prefill-first --max-chunk-tokens 9 --max-num-partial-prefills 2 "
+        "--long-prefill-token-threshold 0 --exact-fill --itl-target-ms 30 --waiting-served-ratio 0.3 "
+        "--max-waiting-steps 4 --reservation guaranteed --admission-watermark 0.1 --preemption swap "
+        "--victim least_progress --host-kv-gib 1.5"
+    )
+    config, _ = parse(flags.split())
+    unchunked, _ = parse(["--no-enable-chunked-prefill"])
+    assert not unchunked.enable_chunked_prefill and config.host_kv_gib == 1.5
+    same = [f.name for f in fields(SchedulingKnobs) if getattr(config, f.name) == f.default]
+    assert same == ["enable_chunked_prefill"]
 
 
 def test_vllms_names_work_too() -> None:

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from jaxcb.request import SamplingParams
-from jaxcb.serve.requests import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
+from jaxcb.serve.requests import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, SamplingFields
 
 from .fake_engine import FakeEngine
 
@@ -52,16 +52,11 @@ def test_unsupported_fields_are_refused_by_name(client: TestClient, engine: Fake
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        (COMPLETIONS, {"n": 2}),
-        (CHAT, {"n": 2}),
         (CHAT, {"n": True}),
-        (COMPLETIONS, {"logprobs": 0}),
-        (CHAT, {"logprobs": True}),
         (COMPLETIONS, {"echo": True}),
         (COMPLETIONS, {"suffix": ""}),
         (CHAT, {"response_format": {"type": "json_object"}}),
         (CHAT, {"tool_choice": "required"}),
-        (COMPLETIONS, {"logit_bias": {"5": 1}}),
     ],
 )
 def test_values_that_look_neutral_but_ask_for_something_are_refused(
@@ -95,7 +90,24 @@ def test_unknown_fields_are_refused_by_name(client: TestClient, path: str, name:
 @BOTH
 def test_sampling_fields_reach_the_engine(client: TestClient, engine: FakeEngine, path: str) -> None:
     fields = {
-        "temperature": 0,
+        "n": 2,
+        "temperature": 0.5,
+        "min_p": 0.1,
+        "typical_p": 0.9,
+        "top_n_sigma": 2.0,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.5,
+        "no_repeat_ngram_size": 3,
+        "dry_multiplier": 0.8,
+        "dry_base": 2.0,
+        "dry_allowed_length": 3,
+        "dry_sequence_breakers": ["."],
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "logit_bias": {"5": 1.0},
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["no"],
         "top_p": 0.5,
         "top_k": 7,
         "seed": -3,
@@ -113,7 +125,7 @@ def test_sampling_fields_reach_the_engine(client: TestClient, engine: FakeEngine
 
 @BOTH
 def test_null_is_the_same_as_leaving_out(client: TestClient, engine: FakeEngine, path: str) -> None:
-    names = [*SamplingParams.__dataclass_fields__, "model", "stream", "stream_options", "user"]
+    names = [*SamplingFields.__struct_fields__, "model", "stream", "stream_options", "user"]
     nulls = dict.fromkeys(names)
     body = {name: value for name, value in BASE[path].items() if name != "max_tokens"}
     for fields in (body, {**body, **nulls}):
@@ -128,8 +140,16 @@ def test_null_is_the_same_as_leaving_out(client: TestClient, engine: FakeEngine,
         ({"temperature": "1"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
         ({"top_k": 1.5}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"no_repeat_ngram_size": 33}, "no_repeat_ngram_size"),
+        ({"logprobs": 21}, "logprobs"),
         ({"seed": 10**30}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
@@ -159,5 +179,5 @@ def test_wrong_values_are_refused_by_name(
 
 
 def test_messages_do_not_come_back_at_full_length(client: TestClient) -> None:
-    for fields in ({"x" * 100_000: 1}, {"n": "x" * 100_000}, {"stop": ["x" * 100_000, ""]}):
+    for fields in ({"x" * 100_000: 1}, {"suffix": "x" * 100_000}, {"stop": ["x" * 100_000, ""]}):
         assert len(json.dumps(refusal(client, COMPLETIONS, **fields))) < 2000

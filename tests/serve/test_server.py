@@ -89,8 +89,8 @@ def test_openai_client_understands_the_errors(server: ServerProcess, client: ope
     assert not_found.value.code == "model_not_found"
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as bad:
-            client.completions.create(model="fake-model", prompt="a", n=2, stream=stream)
-        assert bad.value.param == "n"
+            client.completions.create(model="fake-model", prompt="a", suffix="b", stream=stream)
+        assert bad.value.param == "suffix"
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
 

@@ -58,11 +58,15 @@ class Machine:
     """A compiled runner, whose steps can be recorded."""
 
     def __init__(self, spec: ModelSpec, params: Params, config: EngineConfig):
-        weights = params["embed"]["embedding"].dtype
-        self.spec, self.itemsize = spec, weights.itemsize
-        self.config = resolve_config(config, spec, weights)
+        self._weights = params["embed"]["embedding"].dtype
+        self.spec, self.itemsize = spec, self._weights.itemsize
+        self.config = self.config_of(config)
         self.runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
         self.runner.compile(progress=False)
+
+    def config_of(self, config: EngineConfig) -> EngineConfig:
+        """``config`` for this model, every None resolved."""
+        return resolve_config(config, self.spec, self._weights)
 
     def record(self, lengths: Lengths, file: Path) -> None:
         """Run requests of such lengths, all there at the start, to their end."""

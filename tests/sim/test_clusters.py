@@ -7,9 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcb.errors import ConfigError
-from jaxcb.sim import GPUS, MODELS, ReplicaSpec, Simulation, TraceRequest, make_trace, simulate
-from jaxcb.sim.clusters import Machine, StaticPadding, cluster_of
-from jaxcb.sim.compare import Limits, compare
+from jaxcb.sim import (
+    GPUS,
+    MODELS,
+    Limits,
+    Machine,
+    ReplicaSpec,
+    Simulation,
+    TraceRequest,
+    compare,
+    make_trace,
+    simulate,
+)
+from jaxcb.sim.clusters import StaticPadding, cluster_of
 from jaxcb.sim.disaggregated import STORE_BLOCK_TOKENS, Disaggregated, Network, Store, store_blocks
 from jaxcb.sim.simulator import run
 from tests.sim.runs import MS, limits
@@ -192,3 +202,8 @@ def test_a_price_that_is_not_known_is_left_out():
 def test_separate_pools_need_two_cards():
     with pytest.raises(ConfigError, match="at least 2 GPUs"):
         cluster_of("distserve", dataclasses.replace(TWO_H100, num_gpus=1))
+
+
+def test_compare_without_a_machine_takes_two_h100():
+    (row,) = compare(["sarathi"], make_trace("sharegpt", 3))
+    assert row.usd_per_hour == 2 * 4.75 and len(row.result.finished) == 3

@@ -156,3 +156,11 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(monkeypatch):
     with pytest.raises(RequestError, match=f"{len(text) + 1} characters, which can't be 10 tokens") as error:
         tokenizer.encode(text + "a", max_tokens=10)
     assert error.value.param == "prompt"
+
+
+@pytest.mark.parametrize("text", ["plain words", "héllo 🦙\n\ttab", "日本語"])
+def test_the_bytes_of_the_tokens_are_those_of_the_text(text):
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(tokenizer.token_bytes(token) for token in ids) == text.encode()
+    assert tokenizer.token_bytes(10**6) == b""

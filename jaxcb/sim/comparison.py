@@ -8,6 +8,8 @@ from typing import Any
 
 from jaxcb.presets import PRESETS
 from jaxcb.sim.clusters import Cluster, Machine, cluster_of, longest
+from jaxcb.sim.gpus import GPUS
+from jaxcb.sim.models import MODELS
 from jaxcb.sim.result import Distribution, Result
 from jaxcb.sim.simulator import Simulation
 from jaxcb.sim.trace import TraceRequest
@@ -77,7 +79,7 @@ class Row:
 def compare(
     presets: Sequence[str],
     trace: Sequence[TraceRequest],
-    machine: Machine,
+    machine: Machine | None = None,
     *,
     limits: Limits | None = None,
     given: Mapping[str, Any] | None = None,
@@ -90,6 +92,7 @@ def compare(
 
     Arguments:
         presets: names out of ``PRESETS``.
+        machine: default: the 8B model on two H100.
         limits: of goodput, and of early rejection where a system has it.
         given: fields of EngineConfig that stand over every preset's.
         drive: runs a simulation to its end, with a progress bar, say; False: interrupted, which ends the comparison.
@@ -97,6 +100,7 @@ def compare(
     Raises:
         ConfigError: there is no such preset, or the machine can't run it.
     """
+    machine = machine or Machine(model=MODELS["8b"], gpu=GPUS["h100"], num_gpus=2)
     return list(rows(presets, trace, machine, limits=limits, given=given, drive=drive))
 
 
