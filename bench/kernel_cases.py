@@ -83,7 +83,9 @@ def attention(shape: Shape, backend: Backend, *, interpret: bool) -> Callable[..
 def layers_seconds(shape: Shape, num_layers: int, *, dtype: str, seed: int) -> float:
     """Of the xla backend over all layers, whose pages are too many for the caches, as in a step."""
     q, pages, starts, contexts, tables = batch(shape, seed=seed, dtype=dtype)
-    pool = jnp.repeat(pages.reshape(-1, 2, *pages.shape[1:]), num_layers, 0).reshape(-1, *pages.shape[1:])
+    layer_pages = pages.reshape(-1, 1, 2, *pages.shape[1:])
+    pool = jnp.broadcast_to(layer_pages, (layer_pages.shape[0], num_layers, *layer_pages.shape[2:]))
+    pool = pool.reshape(-1, *pages.shape[1:])
     if dtype == "bfloat16":
         pool = lax.bitcast_convert_type(pool, jnp.uint16)
 
