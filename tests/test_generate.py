@@ -13,7 +13,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
 from jaxcb.generate import generate, stream
 from jaxcb.request import FinishReason, SamplingParams
-from tests.engine.conftest import make_engine, params, tokenizer  # noqa: F401  # fixtures
+from tests.engine.conftest import backend, make_engine, params, tokenizer  # noqa: F401  # fixtures
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
