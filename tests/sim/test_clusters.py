@@ -96,6 +96,14 @@ def test_a_decode_card_without_room_pulls_later():
     assert two[1] == pytest.approx(one[1] + 8.0 + 5.0)
 
 
+def test_kv_that_does_not_fit_a_decode_card_waits_instead_of_being_computed_there():
+    # 41 tokens take 11 of the 16 pages: the second prompt's KV comes when the first has ended, and none is lost.
+    simulation = Simulation(pools(1, 1, num_kv_pages=16), [TraceRequest(0.0, 40, 10)] * 2, Disaggregated(1, WIRE))
+    one, two = times_ms(finished(simulation))
+    assert two[1] == pytest.approx(one[1] + 40.0 + 9.0)
+    assert simulation.replicas[1].usage.num_step_tokens == 2 * 9
+
+
 def test_a_prompt_that_would_come_too_late_is_turned_away_and_the_others_are_not_late():
     trace = [TraceRequest(0.0, 16, 2)] * 10
     everyone = finished(Simulation(pools(1, 1), trace, Disaggregated(1, WIRE)))
