@@ -26,6 +26,7 @@ def plugin() -> Path:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_attention_kernels_of_the_usual_head_sizes(plugin):
     for found in report("h200", ["attention d64 bfloat16", "attention d128 int8"], plugin):
@@ -34,8 +35,9 @@ def test_attention_kernels_of_the_usual_head_sizes(plugin):
         assert any(facts["tensor_core"] == "wgmma" for facts in found["kernels"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.network
-@pytest.mark.parametrize("name", ["step decode", pytest.param("step mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["step decode", "step mixed"])
 def test_a_step_aliases_the_pages_and_is_one_graph(plugin, name):
     for found in report("h200", [name], plugin):
         assert problems(found) == []
@@ -66,6 +68,8 @@ def test_bounds(found, problem):
     assert [line for line in problems(found) if line.startswith(problem)]
 
 
+@pytest.mark.slow
+@pytest.mark.network
 def test_a_compiler_that_dies_is_reported(plugin):
     found = list(report("h200", ["no such case"], plugin))
     assert "KeyError" in problems(found[0])[0]
