@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,7 @@ OLD = tuple(int(x) for x in jax.__version__.split(".")[:2]) < (0, 11)
 needs_interpreter = pytest.mark.skipif(OLD, reason="Mosaic's interpreter is public and complete from jax 0.11 on")
 
 
-def attend_with_races(batch: Batch, soft_cap: float | None = None) -> np.ndarray:
-    """The output of the mosaic backend; fails if the interpreter saw a race."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public way to ask for the races found
-
+def run(batch: Batch, soft_cap: float | None, interpret: Any) -> np.ndarray:
     got = attend(
         *batch.arrays,
         layer=batch.layer,
@@ -29,9 +27,16 @@ def attend_with_races(batch: Batch, soft_cap: float | None = None) -> np.ndarray
         soft_cap=soft_cap,
         decode_only=batch.decode_only,
         backend="mosaic",
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
+        interpret=interpret,
     )
-    got = np.asarray(got)
+    return np.asarray(got)
+
+
+def attend_with_races(batch: Batch, soft_cap: float | None = None) -> np.ndarray:
+    """The output of the mosaic backend; fails if the interpreter saw a race."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public way to ask for the races found
+
+    got = run(batch, soft_cap, plgpu.InterpretGPUParams(detect_races=True))
     assert not gpu_callbacks.get_races().races_found
     return got
 
@@ -79,4 +84,4 @@ def test_what_it_cannot_do_is_refused():
 def test_it_is_refused_on_older_jax():
     batch = ragged_batch([(5, 9)], dtype="bfloat16", head_dim=64)
     with pytest.raises(ValueError, match=r"backend must be xla or triton on jax before 0\.11, got 'mosaic'"):
-        attend_with_races(batch)
+        run(batch, None, True)
