@@ -6,7 +6,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -37,6 +37,8 @@ class Call:
     stream: bool
     include_usage: bool
     tokenizer: Tokenizer
+    scheduling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of :class:`jaxcb.request.Request` that the body brought."""
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)

@@ -13,7 +13,14 @@ from jaxcb.request import RequestOutput
 from jaxcb.serve.call import Call, Face, Prompt, new_id, wants_usage
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
 from jaxcb.serve.logprobs import chat_logprobs
-from jaxcb.serve.requests import CHAT_UNSUPPORTED, ChatFields, ChatMessage, IgnoredFields, SamplingFields
+from jaxcb.serve.requests import (
+    CHAT_UNSUPPORTED,
+    ChatFields,
+    ChatMessage,
+    IgnoredFields,
+    SamplingFields,
+    SchedulingFields,
+)
 from jaxcb.serve.responses import (
     AnswerMessage,
     ChatChoice,
@@ -37,6 +44,7 @@ def read(body: bytes, service: Service) -> Call:
     fields = decode_object(body)
     refuse_unsupported(fields, CHAT_UNSUPPORTED)
     sampling = take(fields, SamplingFields)
+    scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
     take(fields, IgnoredFields)
     chat = convert(fields, ChatFields)
     model = service.check_model(chat.model)
@@ -58,6 +66,7 @@ def read(body: bytes, service: Service) -> Call:
         stream=bool(chat.stream),
         include_usage=include_usage,
         tokenizer=service.engine.tokenizer,
+        scheduling=scheduling,
         field_names={"prompt": "messages", "max_tokens": limit_name},
     )
 

@@ -14,7 +14,13 @@ from jaxcb.request import RequestOutput
 from jaxcb.serve.call import Call, Face, Prompt, new_id, wants_usage
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
 from jaxcb.serve.logprobs import text_logprobs
-from jaxcb.serve.requests import COMPLETION_UNSUPPORTED, CompletionFields, IgnoredFields, SamplingFields
+from jaxcb.serve.requests import (
+    COMPLETION_UNSUPPORTED,
+    CompletionFields,
+    IgnoredFields,
+    SamplingFields,
+    SchedulingFields,
+)
 from jaxcb.serve.responses import Completion, TextChoice, Usage
 
 if TYPE_CHECKING:
@@ -36,6 +42,7 @@ def read(body: bytes, service: Service) -> Call:
     fields = decode_object(body)
     refuse_unsupported(fields, COMPLETION_UNSUPPORTED)
     sampling = take(fields, SamplingFields)
+    scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
     take(fields, IgnoredFields)
     completion = convert(fields, CompletionFields)
     model = service.check_model(completion.model)
@@ -59,6 +66,7 @@ def read(body: bytes, service: Service) -> Call:
         stream=bool(completion.stream),
         include_usage=include_usage,
         tokenizer=service.engine.tokenizer,
+        scheduling=scheduling,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from jaxcb.errors import RequestError
 from jaxcb.request import SamplingParams
 from jaxcb.sampling_params import MAX_LOGPROBS
 
@@ -56,6 +57,26 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         return SamplingParams(**{"max_tokens": max_tokens, **given, **more})
 
 
+class SchedulingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every generating endpoint that go into :class:`jaxcb.request.Request` under the same name."""
+
+    priority: float | None = None
+    cache_salt: str | None = None
+
+    def given(self, policy: object) -> dict[str, Any]:
+        """Those that were sent.
+
+        Raises:
+            RequestError: a priority, which this server's scheduling policy would ignore.
+        """
+        if self.priority and policy != "priority":
+            raise RequestError(
+                f"priority is honoured under --policy priority only; this server's policy is {policy}",
+                param="priority",
+            )
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
 class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
     """Accepted without effect: they ask nothing of the answer. (There are no tools yet to call in parallel.)"""
 
@@ -77,8 +98,6 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "structured_outputs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "priority": (0,),
-    "cache_salt": (),
     "request_id": (),
     "service_tier": ("auto", "default"),
     "store": (False,),

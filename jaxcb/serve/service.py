@@ -93,6 +93,7 @@ class Service:
                     prompt_token_ids=prompt.token_ids,
                     sampling=prompt.sampling,
                     arrival_s=call.arrival_s,
+                    **call.scheduling,
                 )
                 streams += self.engine.submit_choices(request)
         except JaxcbError as error:

@@ -159,6 +159,7 @@ class FakeEngine:
         max_waiting: int | None = None,
         num_waiting: int = 0,
         enable_prefix_caching: bool = True,
+        policy: str = "fcfs",
     ):
         self.name = "fake-model"
         self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000)
@@ -173,6 +174,7 @@ class FakeEngine:
             num_kv_pages=PAGES,
             max_waiting=max_waiting,
             enable_prefix_caching=enable_prefix_caching,
+            policy=policy,
             backend="xla",
         )
         self.healthy = True

@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from jaxcb.request import SamplingParams
+from jaxcb.serve.app import make_app
 from jaxcb.serve.requests import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, SamplingFields
 
 from .fake_engine import FakeEngine
@@ -121,6 +122,19 @@ def test_sampling_fields_reach_the_engine(client: TestClient, engine: FakeEngine
     }
     assert client.post(path, json={**BASE[path], **fields}).status_code == 200
     assert engine.requests[0].sampling == SamplingParams(**fields)
+
+
+@BOTH
+def test_scheduling_fields_reach_the_engine_or_are_refused(path: str) -> None:
+    engine = FakeEngine(policy="priority")
+    with TestClient(make_app(engine)) as client:
+        body = {**BASE[path], "priority": -2, "cache_salt": "mine"}
+        assert client.post(path, json=body).status_code == 200
+    assert (engine.requests[0].priority, engine.requests[0].cache_salt) == (-2, "mine")
+    with TestClient(make_app(FakeEngine())) as client:
+        assert refusal(client, path, priority=1)["param"] == "priority"
+        assert client.post(path, json={**BASE[path], "priority": 0, "cache_salt": "mine"}).status_code == 200
+        assert refusal(client, path, cache_salt=5)["param"] == "cache_salt"
 
 
 @BOTH
