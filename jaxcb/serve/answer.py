@@ -106,11 +106,14 @@ async def _last_outputs(service: Service, streams: Sequence[OutputStream]) -> li
 
 async def _gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results in order. The first ApiError cancels the others and is raised by itself, not as a group."""
+    failures: list[BaseException] = []
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
     except* ApiError as errors:
-        raise errors.exceptions[0] from errors
+        failures = list(errors.exceptions)
+    if failures:
+        raise failures[0]  # not in the clause above: early releases of Python 3.11 make a group of what it raises
     return [task.result() for task in tasks]
 
 

@@ -135,7 +135,13 @@ def _parser() -> argparse.ArgumentParser:
 def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     """A flag for each of the scheduler's knobs; --help shows those that a server is most often tuned by."""
     group = parser.add_argument_group("scheduling (the README lists every knob; each has a flag)")
-    group.add_argument("--policy", "--scheduling-policy", choices=tuple(POLICIES), metavar="NAME", help=f"who is next: {', '.join(POLICIES)}")
+    group.add_argument(
+        "--policy",
+        "--scheduling-policy",
+        choices=tuple(POLICIES),
+        metavar="NAME",
+        help=f"who is next: {', '.join(POLICIES)}",
+    )
     group.add_argument("--long-prefill-token-threshold", type=int, metavar="N", help="default: half the budget; 0: off")
     group.add_argument("--itl-target-ms", type=float, metavar="MS", help="time between tokens to hold")
     group.add_argument("--reservation", choices=get_args(Reservation), help="of pages; default optimistic")
