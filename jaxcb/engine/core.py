@@ -72,6 +72,8 @@ class EngineCore:
     def import_prefix(self, prefix: PrefixPages, cache_salt: str) -> int:
         """Cache the KV of a beginning as if it had been computed here; returns the tokens that found a place."""
         placed = self.scheduler.place_prefix(prefix.token_ids, cache_salt)
+        # Pages that made room may be on their way to host memory: they go first.
+        self.runner.move_pages(self.scheduler.cache.take_moves())
         indices, pages = [index for index, _ in placed], [page for _, page in placed]
         self.runner.write_pages(pages, prefix.pages[indices])
         return len(placed) * self.scheduler.limits.page_size

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
+from jaxcb.paging import PageMoves
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket, Buckets
@@ -111,8 +112,7 @@ class Runner:
         bucket = self.buckets.choose(plan.num_tokens, plan.decode_only)
         launched_s = time.perf_counter()
         upload, overflow = self._layouts[bucket].pack(plan)
-        if plan.moves is not None:
-            self._kv = self._mover.move(self._kv, plan.moves)
+        self.move_pages(plan.moves)
         for start in range(0, len(overflow), CHANGES_PER_UPLOAD):
             self._upload_changes(overflow[start : start + CHANGES_PER_UPLOAD])
         self._state = self._samplers.enter(self._state, plan)
@@ -122,6 +122,11 @@ class Runner:
             self.params, result.state, result.logits, result.hidden, result.sample_part, plan
         )
         return InFlight(plan, bucket, sampled, launched_s)
+
+    def move_pages(self, moves: PageMoves | None) -> None:
+        """Carry out what the page bookkeeping has decided, before a page of it is written anew."""
+        if moves is not None:
+            self._kv = self._mover.move(self._kv, moves)
 
     def read_pages(self, pages: list[int]) -> np.ndarray:
         """See :meth:`PageMover.read`."""
