@@ -11,6 +11,7 @@ import jax
 
 from bench.common import machine, positive, show_progress
 from bench.workload import Item
+from jaxcb.cache import cache_dir
 from jaxcb.config import Backend, EngineConfig, Quantization
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
@@ -21,7 +22,6 @@ from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import InFlight, Runner
 from jaxcb.text import Tokenizer
 from jaxcb.weights import load
-from jaxcb.weights.cache import cache_dir
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

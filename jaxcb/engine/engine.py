@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxcb import validation
+from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore, PrefixPages
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
@@ -33,7 +34,6 @@ from jaxcb.text import Tokenizer
 from jaxcb.text.words import bad_word_ids, breaker_ids
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
-from jaxcb.weights.cache import cache_dir
 from jaxcb.weights.quantize import quantize
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """One decoder, described by a frozen ModelSpec; a family is a spec read from its config and a map of tensor names.
 
-The decoder knows nothing of pages or batches: the step hands it the function that attends. The spec imports no jax: the
-decoder is loaded when its first name is asked for.
+``decoder`` knows nothing of pages or batches: the step hands it the function that attends. ``native`` is the same
+decoder on the native CPU kernels, which attend by themselves. The spec imports no jax: the decoder is loaded when its
+first name is asked for.
 """
 
 from typing import TYPE_CHECKING, Any

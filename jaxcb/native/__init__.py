@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
+from jaxcb.cache import cache_dir
 from jaxcb.config import Backend
 from jaxcb.errors import ConfigError
 from jaxcb.models.spec import ModelSpec
-from jaxcb.weights.cache import cache_dir
 from pallas_kernels import default_backend, native
 from pallas_kernels.native.ops import MAX_HEAD_DIM
 

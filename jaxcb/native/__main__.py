@@ -7,8 +7,8 @@ import sys
 import jax
 
 from jaxcb import native
+from jaxcb.cache import cache_dir
 from jaxcb.errors import ConfigError
-from jaxcb.weights.cache import cache_dir
 from pallas_kernels import default_backend
 from pallas_kernels.native import build, loaded
 

@@ -1,4 +1,5 @@
-"""The two programs of a step, as pure functions of device arrays. Only shapes, the spec and the tier are static."""
+"""The programs of a step (forward, sample, log-probabilities), as pure functions of device arrays. Only shapes, the
+spec and the tier are static."""
 
 from __future__ import annotations
 

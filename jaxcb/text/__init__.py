@@ -1,6 +1,6 @@
 """Between strings and token ids: tokenizer, chat template, incremental detokenizer, stop strings.
 
-Plain Python on the host; nothing here imports jax or knows what a request is.
+Plain Python on the host; nothing here imports jax, and only the text thread (``worker.py``) knows what a request is.
 """
 
 from jaxcb.text.detokenizer import Detokenizer

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from jaxcb import cache
 from jaxcb.errors import JaxcbError, ModelError
 from jaxcb.models.spec import ModelSpec
-from jaxcb.weights import cache, checkpoint
+from jaxcb.weights import checkpoint
 from jaxcb.weights.loader import load_params
 from jaxcb.weights.resolve import resolve
 

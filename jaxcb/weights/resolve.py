@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxcb import cache
 from jaxcb.errors import ModelError
 from jaxcb.models.spec import ModelSpec
-from jaxcb.weights import builtin, cache, gguf
+from jaxcb.weights import builtin, gguf
 
 ORBAX_FOLDER = "orbax"
 """Folder with the params of a directory that ``python -m jaxcb.weights convert`` wrote."""

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, scheduler_of, shape_of
@@ -15,7 +16,6 @@ from jaxcb.scheduler import Scheduler
 from jaxcb.scheduler.replay import replay
 from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
-from jaxcb.weights.cache import cache_dir
 from tests.engine.conftest import SPEC, sensitive_params
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

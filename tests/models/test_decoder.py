@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+from jaxcb import native
 from jaxcb.models.decoder import Params, init_params, param_shapes
 from jaxcb.models.spec import ModelSpec
 from jaxcb.weights import load_params, resolve
@@ -19,10 +20,12 @@ def load(directory: Path, dtype: str) -> tuple[ModelSpec, Params]:
     return (spec := files.read_spec()), load_params(files, spec, jnp.dtype(dtype))
 
 
-def test_logits_equal_those_of_transformers_at_every_position(tiny_model):
+@pytest.mark.parametrize("backend", ["xla", pytest.param("native", marks=pytest.mark.native)])
+def test_logits_equal_those_of_transformers_at_every_position(tiny_model, backend):
     spec, params = load(tiny_model, "float32")
+    assert backend == "xla" or native.choose(backend, spec, "float32") == backend
     stored = np.load(tiny_model / "logits.npz")
-    logits = teacher_forced(spec, params, stored["ids"].tolist())
+    logits = teacher_forced(spec, params, stored["ids"].tolist(), backend=backend)
     np.testing.assert_allclose(log_softmax(logits, -1), log_softmax(stored["logits"], -1), atol=1e-4)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxcb.weights.cache import cache_dir
+from jaxcb.cache import cache_dir
 from pallas_kernels import native
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
@@ -21,7 +22,6 @@ from jaxcb.scheduler import Scheduler, SchedulerLimits
 from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
 from jaxcb.weights import load
-from jaxcb.weights.cache import cache_dir
 
 Lengths = list[tuple[int, int]]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxcb.cache import cache_dir, cached_dir
 from jaxcb.errors import ModelError
-from jaxcb.weights.cache import cache_dir, cached_dir
 
 
 @pytest.fixture(autouse=True)
