@@ -18,7 +18,6 @@ from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_confi
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import Row, Scheduler, SchedulerLimits, StepPlan
 from jaxcb.step.buckets import Bucket
-from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import InFlight, Runner
 from jaxcb.text import Tokenizer
 from jaxcb.weights import load
@@ -84,8 +83,7 @@ class InProcess:
         model = load(config)
         config = resolve_config(config, model.spec, model.params["embed"]["embedding"].dtype)
         runner = Runner(model.spec, model.params, buckets_of(config), shape_of(config), backend_of(config))
-        enable_compilation_cache(cache_dir() / "xla")
-        runner.compile(progress=show_progress())
+        runner.compile(cache_dir(), progress=show_progress())
         facts = before | engine_facts(model.name, config)
         return cls(
             config=config, tokenizer=model.tokenizer, runner=runner, limits=limits_of(config, model.spec), facts=facts

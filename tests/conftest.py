@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("JAXCB_COMPILE_GUARD", "raise")  # for servers that tests start, too
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from jaxcb import validation
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
+from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.engine.stats import EngineStats
@@ -28,7 +29,6 @@ from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import TokenEvent
-from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
 from jaxcb.text import Tokenizer
 from jaxcb.text.words import bad_word_ids, breaker_ids
@@ -89,6 +89,7 @@ class Engine:
             self._step_log = StepLog(Path(self.config.step_log), spec, self._runner.buckets, itemsize)
         self._core = EngineCore(self._scheduler, self._runner, run_ahead=self.config.run_ahead, step_log=self._step_log)
         self._random = random.Random(self.config.seed)
+        self._guard = CompileGuard()
 
         self._wake = threading.Condition()
         # In the order of the calls, which matters when an id is used again.
@@ -122,8 +123,7 @@ class Engine:
 
     def compile(self, *, progress: bool = True) -> None:
         """Compile every program of the engine, or load it from the cache; afterwards nothing compiles any more."""
-        enable_compilation_cache(cache_dir() / "xla")
-        self._runner.compile(progress=progress)
+        self._runner.compile(cache_dir(), progress=progress)
 
     def run(self) -> None:
         """Start the engine's thread."""
@@ -252,6 +252,7 @@ class Engine:
             host_pages_cached=scheduler.host.num_cached,
             host_pages_brought_back=scheduler.cache.num_brought_back,
             steps=self._core.num_steps,
+            compiles=self._guard.num_compiles,
             finished=finished,
             uptime_s=time.monotonic() - self._started_s,
         )
@@ -312,9 +313,10 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._take_inbox():
-                self._emit(self._core.step())
-            self._drop_all()
+            with self._guard.watch():
+                while self._take_inbox():
+                    self._emit(self._core.step())
+                self._drop_all()
         except BaseException as error:
             logger.exception("the step loop failed")
             self._fail(f"the engine failed: {type(error).__name__}: {error}")

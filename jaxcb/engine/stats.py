@@ -31,5 +31,7 @@ class EngineStats:
     host_pages_brought_back: int = 0
     """Of these, how many a hit has moved back to the device so far."""
     steps: int
+    compiles: int = 0
+    """Programs compiled after the start. Anything but 0 is a fault."""
     finished: dict[str, int]
     uptime_s: float

@@ -74,6 +74,8 @@ class _EngineCollector(Collector):
             ("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prompt_tokens_cached),
             ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("vllm:num_preemptions", "Times that a request lost its pages.", stats.preemptions),
+            ("jaxcb:steps", "Forward passes.", stats.steps),
+            ("jaxcb:compiles_after_start", "Programs compiled while serving; none should be.", stats.compiles),
         )
         for name, text, value in counters:
             yield self._counter(name, text, value)

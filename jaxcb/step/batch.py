@@ -29,7 +29,7 @@ from jaxcb.sampling import Controls, Draws
 from jaxcb.sampling_params import MAX_FORBIDDEN_IDS
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.buckets import Bucket
-from jaxcb.step.controls import ControlLayout
+from jaxcb.step.controls import ControlLayout, on_device
 
 CHANGES_PER_UPLOAD = 512
 """Block-table changes that a large upload carries; more of them (long prefix hits) take uploads of their own."""
@@ -182,8 +182,8 @@ class SlotState(NamedTuple):
     @staticmethod
     def at_rest(num_slots: int, table_width: int, controls: ControlLayout) -> SlotState:
         return SlotState(
-            last_token=jnp.zeros(num_slots + 1, jnp.int32),
-            block_tables=jnp.zeros((num_slots + 1, table_width), jnp.int32),
+            last_token=on_device(np.zeros(num_slots + 1, np.int32)),
+            block_tables=on_device(np.zeros((num_slots + 1, table_width), np.int32)),
             controls=controls.at_rest(num_slots + 1),
         )
 

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int
 
 from jaxcb.request import Request
@@ -62,8 +60,8 @@ class ControlLayout:
 
     def at_rest(self, num_slots: int) -> Controls:
         """Every slot asks for nothing. (Zeros would: no id is allowed, and penalties divide by zero.)"""
-        row = self.unpack(jnp.asarray(self.pack(None)))
-        return jax.tree.map(lambda values: jnp.tile(values, (num_slots, *[1] * values.ndim)), row)
+        row = self.unpack(self.pack(None))
+        return jax.tree.map(lambda values: on_device(np.broadcast_to(values, (num_slots, *values.shape))), row)
 
     def pack(self, request: Request | None, token_ids: Sequence[int] = ()) -> np.ndarray:
         """The row of a request that enters with ``token_ids`` known (its prompt, and its answer so far after a
@@ -89,12 +87,12 @@ class ControlLayout:
                 row[-len(word) :] = word
         return np.concatenate([values[name].reshape(-1).view(np.int32) for name in self.fields])
 
-    def unpack(self, row: Int[Array, "size"]) -> Controls:
+    def unpack(self, row: Int[Array | np.ndarray, "size"]) -> Controls:
         """One slot's controls, without a leading axis."""
         values, start = {}, 0
         for name, (shape, dtype) in self.fields.items():
             part = row[start : start + math.prod(shape)].reshape(shape)
-            values[name] = part if dtype is np.int32 else lax.bitcast_convert_type(part, dtype)
+            values[name] = part.view(dtype)
             start += math.prod(shape)
         return Controls(**values)
 
@@ -105,6 +103,11 @@ class ControlLayout:
         bits = np.zeros(num_words * 32, np.uint8)
         bits[list(allowed)] = 1
         return np.packbits(bits, bitorder="little").view("<u4")
+
+
+def on_device(values: np.ndarray) -> Array:
+    """A copy, which may be donated. It compiles nothing, as jnp.zeros and its like do."""
+    return jax.device_put(values, may_alias=False)
 
 
 def rows_of(controls: Controls, slots: Int[Array, "S"]) -> Controls:

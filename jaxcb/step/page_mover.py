@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
 from jaxtyping import Array, Shaped
 
 from jaxcb.paging import PageMoves
+from jaxcb.step.jobs import Job
 from pallas_kernels import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.metadata import Backend
 
@@ -45,16 +46,16 @@ class PageMover:
         self._leaving: deque[tuple[list[int], jax.Array]] = deque()
         self._programs: dict[str, Compiled] = {}
 
-    def jobs(self) -> Iterable[tuple[Callable[[], Lowered], Callable[[Compiled], Any]]]:
-        """(lower it, keep it) for every program."""
+    def jobs(self) -> Iterable[Job]:
+        """Every program."""
         pages = jax.ShapeDtypeStruct((PAGES_PER_MOVE,), jnp.int32)
         rows = jax.ShapeDtypeStruct((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
         copy = jax.jit(functools.partial(copy_pages, backend=self._backend), donate_argnums=0)
-        yield functools.partial(copy.lower, self._kv, pages, pages), self._keep("copy")
+        yield self._job("copy", copy, pages, pages)
         if self.num_host_pages or self._transfers:
-            yield functools.partial(jax.jit(gather_pages).lower, self._kv, pages), self._keep("gather")
+            yield self._job("gather", jax.jit(gather_pages), pages)
             scatter = jax.jit(scatter_pages, donate_argnums=0)
-            yield functools.partial(scatter.lower, self._kv, pages, rows), self._keep("scatter")
+            yield self._job("scatter", scatter, pages, rows)
 
     def move(self, kv: KVPages, moves: PageMoves) -> KVPages:
         """Out, in, copy. ``kv`` is donated where pages are written; the result takes its place."""
@@ -103,8 +104,9 @@ class PageMover:
         host_pages, rows = self._leaving.popleft()
         self._host[host_pages] = np.asarray(rows)[: len(host_pages)]
 
-    def _keep(self, name: str) -> Callable[[Compiled], None]:
-        return functools.partial(self._programs.__setitem__, name)
+    def _job(self, name: str, program: Any, *arguments: jax.ShapeDtypeStruct) -> Job:
+        lower = functools.partial(program.lower, self._kv, *arguments)
+        return Job(f"{name} pages", lower, functools.partial(self._programs.__setitem__, name))
 
 
 def _is_ready(rows: Any) -> bool:  # jaxtyping's Array doesn't know the method

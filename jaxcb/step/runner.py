@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
 from jaxtyping import Array
-from tqdm import tqdm
 
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
@@ -27,9 +26,11 @@ from jaxcb.scheduler import StepPlan
 from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket, Buckets
 from jaxcb.step.controls import ControlLayout
+from jaxcb.step.jobs import Job, compile_all
 from jaxcb.step.page_mover import PageMover
 from jaxcb.step.program import StepProgram
-from jaxcb.step.samplers import Job, Sampled, Samplers
+from jaxcb.step.program_store import ProgramStore
+from jaxcb.step.samplers import Sampled, Samplers
 from pallas_kernels.metadata import Backend
 
 
@@ -87,25 +88,19 @@ class Runner:
         self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
+        self._processed_logprobs = processed_logprobs
         self._samplers = Samplers(spec, backend, controls, logits_dtype, processed=processed_logprobs)
         self._change: Compiled | None = None
         self._mover = PageMover(self._kv, shape.num_host_pages, backend, transfers=shape.transfers)
 
-    def compile(self, *, progress: bool = True) -> None:
-        """Compile every program, several at once. With a warm compilation cache this loads them.
-
-        The first failure, or Ctrl-C, waits only for the programs that are being compiled.
-        """
-        jobs = list(self._jobs())
-        workers = ThreadPoolExecutor(max_workers=4)
-        try:
-            with tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress) as bar:
-                futures = {workers.submit(_compile, lower): keep for lower, keep in jobs}
-                for future in as_completed(futures):
-                    futures[future](future.result())
-                    bar.update()
-        finally:
-            workers.shutdown(cancel_futures=True)
+    def compile(self, cache: Path, *, progress: bool = True) -> None:
+        """Compile every program, several at once, or load it from the directory ``cache``, where compiled ones are
+        kept (unless jax's switch for compilation caches, ``JAX_ENABLE_COMPILATION_CACHE``, is off)."""
+        store = None
+        if jax.config.values["jax_enable_compilation_cache"]:
+            store = ProgramStore(cache / "programs", *self._made_from())
+            store.opened()
+        compile_all(self._jobs(), store, progress=progress)
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Upload a plan and start its two programs. Returns at once; the device works on."""
@@ -152,15 +147,21 @@ class Runner:
         assert self._change is not None, "compile() comes first"
         self._state = self._change(self._state, index, page)
 
+    def _made_from(self) -> Iterable[object]:
+        """All that the programs depend on, beside the source and the machine."""
+        yield from (self.spec, self.shape, list(self.buckets), self.backend, self._processed_logprobs)
+        yield jax.tree.map(_abstract, (self.params, self._kv, self._state))
+
     def _jobs(self) -> Iterable[Job]:
-        """(lower it, keep it) for every program, the slowest first."""
+        """Every program, the slowest first."""
         params, kv, state = (jax.tree.map(_abstract, x) for x in (self.params, self._kv, self._state))
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.num_tokens):
             layout = self._layouts[bucket]
             program = StepProgram(self.spec, layout, self.shape.page_size, self.backend)
             forward = jax.jit(program.forward, donate_argnums=(1, 2))
             upload = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-            yield (
+            yield Job(
+                f"forward {bucket}",
                 functools.partial(forward.lower, params, kv, state, upload),
                 functools.partial(self._forward.__setitem__, bucket),
             )
@@ -168,7 +169,8 @@ class Runner:
         mixed_tokens = [bucket.num_tokens for bucket in self.buckets if not bucket.decode_only]
         yield from self._samplers.jobs(params, state, row_counts, mixed_tokens)
         change = jax.ShapeDtypeStruct((CHANGES_PER_UPLOAD,), jnp.int32)
-        yield (
+        yield Job(
+            "change tables",
             functools.partial(jax.jit(apply_changes, donate_argnums=0).lower, state, change, change),
             functools.partial(setattr, self, "_change"),
         )
@@ -183,10 +185,6 @@ def kv_shape(spec: ModelSpec, shape: RunnerShape) -> tuple[int, ...]:
 def kv_dtype(weights: Any) -> Any:
     """Pages hold the weights' dtype. XLA's CPU scatter converts a whole bfloat16 array, so there its bits are kept."""
     return jnp.uint16 if weights == jnp.bfloat16 and jax.default_backend() == "cpu" else weights
-
-
-def _compile(lower: Callable[[], Lowered]) -> Compiled:
-    return lower().compile()
 
 
 def _abstract(x: Array) -> jax.ShapeDtypeStruct:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
 from jaxtyping import Array, Float, Int
 
 from jaxcb.logprobs import Logprobs
@@ -23,10 +23,10 @@ from jaxcb.scheduler import StepPlan
 from jaxcb.scheduler.sequence import Sequence
 from jaxcb.step.batch import SlotState, sample_size, set_controls
 from jaxcb.step.controls import ControlLayout
+from jaxcb.step.jobs import Job
 from jaxcb.step.program import prompt_logprobs, sample_step
 from pallas_kernels.metadata import Backend
 
-Job = tuple[Callable[[], Lowered], Callable[[Compiled], Any]]
 PROMPT_ROWS = 64
 """Prompt positions whose log-probabilities one call computes."""
 
@@ -85,27 +85,30 @@ class Samplers:
     def jobs(
         self, params: Params, state: SlotState, row_counts: Iterable[int], mixed_tokens: Iterable[int]
     ) -> Iterable[Job]:
-        """Every program: (lower it, keep it). The arguments are abstract."""
+        """Every program. The arguments are abstract."""
         V, array = self._spec.vocab_size, jax.ShapeDtypeStruct
         for S in row_counts:
             logits, ids = array((S, V), self._dtype), array((S,), jnp.int32)
             part = array((sample_size(S),), jnp.int32)
             for tier in Tier:
                 step = functools.partial(sample_step, tier=tier, keep_logits=self._processed)
-                yield _job(jax.jit(step, donate_argnums=0), (state, logits, part), self._sample, (S, tier))
+                name = f"sample {tier.name.lower()} {S}"
+                yield _job(name, jax.jit(step, donate_argnums=0), (state, logits, part), self._sample, (S, tier))
             kept = array((S, V), jnp.float32 if self._processed else self._dtype)
             for every in (False, True):
                 program = jax.jit(functools.partial(row_logprobs, every=every))
-                yield _job(program, (kept, ids), self._logprobs, (S, every))
+                yield _job(_logprobs_name("logprobs", every, S), program, (kept, ids), self._logprobs, (S, every))
         for T in mixed_tokens:
             hidden = array((T, self._spec.hidden_size), self._dtype)
             rows = array((PROMPT_ROWS,), jnp.int32)
             for every in (False, True):
                 program = jax.jit(functools.partial(prompt_logprobs, self._spec, self._backend, every=every))
-                yield _job(program, (params, hidden, rows, rows), self._prompt, (T, every))
+                name = _logprobs_name("prompt logprobs", every, T)
+                yield _job(name, program, (params, hidden, rows, rows), self._prompt, (T, every))
         setter = jax.jit(functools.partial(set_controls, layout=self._controls), donate_argnums=0)
         slot, row = array((), jnp.int32), array((self._controls.size,), jnp.int32)
-        yield functools.partial(setter.lower, state, slot, row), functools.partial(setattr, self, "_set_controls")
+        keep = functools.partial(setattr, self, "_set_controls")
+        yield Job("set controls", functools.partial(setter.lower, state, slot, row), keep)
 
     def enter(self, state: SlotState, plan: StepPlan) -> SlotState:
         """Give the slots of newcomers their controls; those of others at rest stay as they are."""
@@ -178,5 +181,9 @@ def _on_host(values: RowLogprobs, token_ids: list[int], rows: slice, k: int | No
     return everything if k is None or k < 0 else everything.limited(k)
 
 
-def _job(program: Any, arguments: tuple[Any, ...], kept: dict[Any, Compiled], key: Any) -> Job:
-    return functools.partial(program.lower, *arguments), functools.partial(kept.__setitem__, key)
+def _job(name: str, program: Any, arguments: tuple[Any, ...], kept: dict[Any, Compiled], key: Any) -> Job:
+    return Job(name, functools.partial(program.lower, *arguments), functools.partial(kept.__setitem__, key))
+
+
+def _logprobs_name(kind: str, every: bool, size: int) -> str:
+    return f"{kind} {'all' if every else 'top'} {size}"

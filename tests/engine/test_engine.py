@@ -300,12 +300,12 @@ def test_compiling_stops_at_the_first_failure(make_engine, monkeypatch):
     """As at Ctrl-C: what is being compiled ends, what waits for a thread never starts."""
     begun = []
 
-    def compile_one(lower):
-        begun.append(lower)
+    def compile_one(job, store):
+        begun.append(job.name)
         time.sleep(0.05)
         raise MemoryError
 
-    monkeypatch.setattr("jaxcb.step.runner._compile", compile_one)
+    monkeypatch.setattr("jaxcb.step.jobs._program", compile_one)
     with pytest.raises(MemoryError):
         make_engine(decode_buckets=tuple(range(1, 8)), mixed_buckets=tuple(range(16, 128, 4)))
     assert len(begun) < 20, "38 programs wait"

@@ -14,7 +14,6 @@ from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_confi
 from jaxcb.request import FinishReason, Request, SamplingParams
 from jaxcb.scheduler import Scheduler
 from jaxcb.scheduler.replay import replay
-from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
 from tests.engine.conftest import SPEC, sensitive_params
 
@@ -39,8 +38,7 @@ class Cores:
         } | changes
         self.config = resolve_config(EngineConfig(**values), SPEC, np.float32)
         self.runner = Runner(SPEC, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
-        enable_compilation_cache(cache_dir() / "xla")
-        self.runner.compile(progress=False)
+        self.runner.compile(cache_dir(), progress=False)
 
     def core(self, **changes) -> EngineCore:
         config = EngineConfig(**{**vars(self.config), **changes})
@@ -204,7 +202,7 @@ def test_pages_behind_the_window_are_given_back_and_the_answer_stays_the_same():
         np.float32,
     )
     runner = Runner(spec, weights, buckets_of(config), shape_of(config), backend_of(config))
-    runner.compile(progress=False)
+    runner.compile(cache_dir(), progress=False)
     limits = limits_of(config, spec)
     assert limits.sliding_window == 48
     sampling = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

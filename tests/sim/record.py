@@ -19,7 +19,6 @@ from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import Scheduler, SchedulerLimits
-from jaxcb.step.compile_cache import enable_compilation_cache
 from jaxcb.step.runner import Runner
 from jaxcb.weights import load
 
@@ -62,7 +61,7 @@ class Machine:
         self.spec, self.itemsize = spec, self._weights.itemsize
         self.config = self.config_of(config)
         self.runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
-        self.runner.compile(progress=False)
+        self.runner.compile(cache_dir(), progress=False)
 
     def config_of(self, config: EngineConfig) -> EngineConfig:
         """``config`` for this model, every None resolved."""
@@ -85,7 +84,6 @@ class Machine:
 def main(folder: Path) -> None:
     """Write a recording of each list of requests."""
     model = load(CONFIG)
-    enable_compilation_cache(cache_dir() / "xla")
     machine = Machine(model.spec, model.params, CONFIG)
     machine.record(REQUESTS["a"][:4], folder / "warm-up.jsonl")
     (folder / "warm-up.jsonl").unlink()

@@ -11,8 +11,8 @@ def pages_and_mover(dtype, num_pages: int, num_host_pages: int):
     shape = (num_pages + 1, 2, 2, 8, 2, 4)
     kv = jnp.arange(np.prod(shape)).reshape(shape).astype(dtype)
     mover = PageMover(kv, num_host_pages, default_backend())
-    for lower, keep in mover.jobs():
-        keep(lower().compile())
+    for job in mover.jobs():
+        job.keep(job.lower().compile())
     return kv, mover
 
 

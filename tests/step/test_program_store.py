@@ -1,0 +1,173 @@
+import dataclasses
+import functools
+import logging
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxcb.step import program_store
+from jaxcb.step.jobs import Job, compile_all
+from jaxcb.step.program_store import CONTENTS, KEEP_S, ProgramStore
+from jaxcb.step.runner import RunnerShape
+
+SHAPE = RunnerShape(num_pages=4, page_size=16, num_slots=2, max_model_len=64)
+
+
+@pytest.fixture
+def lowered() -> list[str]:
+    """Names of the jobs that were traced."""
+    return []
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[object]:
+    """What was compiled."""
+    calls, compile_one = [], jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: calls.append(self) or compile_one(self))
+    return calls
+
+
+def job(name: str, factor: float, lowered: list[str], kept: dict) -> Job:
+    """A program that multiplies its first argument, which it is given, into the second."""
+
+    def lower():
+        lowered.append(name)
+        program = jax.jit(lambda x, y: {"product": x * y * factor, "sum": x + y}, donate_argnums=0)
+        row = jax.ShapeDtypeStruct((5,), jnp.float32)
+        return program.lower(row, row)
+
+    return Job(name, lower, lambda program: kept.__setitem__(name, program))
+
+
+def run(program) -> np.ndarray:
+    return np.asarray(program(jnp.arange(5.0), jnp.full(5, 2.0))["product"])
+
+
+def test_a_kept_program_is_loaded_untraced_and_computes_the_same(tmp_path, lowered):
+    first, second = {}, {}
+    compile_all([job("a b", 3, lowered, first)], ProgramStore(tmp_path, "key"), progress=False)
+    compile_all([job("a b", 3, lowered, second)], ProgramStore(tmp_path, "key"), progress=False)
+    assert lowered == ["a b"]
+    np.testing.assert_array_equal(run(first["a b"]), run(second["a b"]))
+    donated = jnp.arange(5.0)
+    second["a b"](donated, jnp.ones(5))
+    assert donated.is_deleted()
+
+
+def test_a_loaded_program_refuses_other_shapes(tmp_path, lowered):
+    kept = {}
+    for _ in range(2):
+        compile_all([job("a", 3, lowered, kept)], ProgramStore(tmp_path, "key"), progress=False)
+    with pytest.raises(TypeError, match=r"compiled with float32\[5\] and called with float32\[6\]"):
+        kept["a"](jnp.ones(6), jnp.ones(6))
+
+
+def test_other_parts_are_traced_anew_and_compiled_only_where_the_program_is_another(tmp_path, lowered, compiled):
+    for parts, name, factor in (("one", "a", 2), ("two", "a", 2), ("two", "b", 4), ("three", "a", 4)):
+        kept = {}
+        compile_all([job(name, factor, lowered, kept)], ProgramStore(tmp_path, parts), progress=False)
+        np.testing.assert_array_equal(run(kept[name]), np.arange(5) * 2 * factor)
+    assert lowered == ["a", "a", "b", "a"]
+    assert len(compiled) == 2
+
+
+def test_equal_programs_of_other_trees_are_kept_apart(tmp_path):
+    row = jax.ShapeDtypeStruct((5,), jnp.float32)
+    for names in (("product", "sum"), ("p", "s")):
+        program = jax.jit(lambda x, y, names=names: dict(zip(names, (x * y, x + y), strict=True)))
+        loaded = ProgramStore(tmp_path, names).get("a", lambda program=program: program.lower(row, row))
+        assert set(loaded(jnp.ones(5), jnp.ones(5))) == set(names)
+
+
+def test_a_program_out_of_jaxs_own_cache_is_not_kept(tmp_path, lowered):
+    """XLA serialises only a part of what it has loaded itself: the copy could not run."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()
+    try:
+        for parts in ("one", "two", "two"):
+            store = ProgramStore(tmp_path / f"ours-{parts}", parts)
+            np.testing.assert_array_equal(run(store.get("a", job("a", 3, lowered, {}).lower)), np.arange(5) * 6)
+        assert lowered == ["a"] * 3
+        assert list((tmp_path / "ours-one").rglob("*.program")) and not list((tmp_path / "ours-two").rglob("*.program"))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", None], ids=["empty", "text", "cut short"])
+def test_a_damaged_file_is_compiled_anew_with_a_warning(tmp_path, lowered, caplog, content):
+    kept = {}
+    compile_all([job("a", 2, lowered, kept)], ProgramStore(tmp_path, "key"), progress=False)
+    (file,) = tmp_path.rglob("*.program")
+    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
+    compile_all([job("a", 2, lowered, kept)], ProgramStore(tmp_path, "key"), progress=False)
+    assert lowered == ["a", "a"] and "can't be loaded" in caplog.text
+    np.testing.assert_array_equal(run(kept["a"]), np.arange(5) * 4)
+    compile_all([job("a", 2, lowered, kept)], ProgramStore(tmp_path, "key"), progress=False)
+    assert lowered == ["a", "a"], "the damaged file was replaced"
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path, lowered, caplog):
+    (tmp_path / CONTENTS).write_text("a file where the folder should be")
+    kept = {}
+    with caplog.at_level(logging.WARNING):
+        compile_all([job("a", 2, lowered, kept)], ProgramStore(tmp_path, "key"), progress=False)
+    assert "can't be kept" in caplog.text
+    np.testing.assert_array_equal(run(kept["a"]), np.arange(5) * 4)
+
+
+def folder_of(directory, *parts):
+    return ProgramStore(directory, *parts)._folder
+
+
+def test_what_was_not_opened_for_long_is_removed(tmp_path, lowered):
+    for parts in ("older", "recent", "own"):  # each multiplies by its length: three programs
+        ProgramStore(tmp_path, parts).get("a", job("a", len(parts), lowered, {}).lower)
+    old = time.time() - KEEP_S - 60
+    for path in (folder_of(tmp_path, "older"), folder_of(tmp_path, "own"), *(tmp_path / CONTENTS).iterdir()):
+        os.utime(path, (0, old))
+    ProgramStore(tmp_path, "own").opened()
+    folders = {folder_of(tmp_path, "recent"), folder_of(tmp_path, "own"), tmp_path / CONTENTS}
+    assert set(tmp_path.iterdir()) == folders
+    assert len(list((tmp_path / CONTENTS).iterdir())) == 2
+
+
+def test_the_key_follows_what_programs_are_made_from(tmp_path, monkeypatch):
+    key = functools.partial(folder_of, tmp_path)
+    before = key(SHAPE)
+    assert key(SHAPE) == before
+    assert key(dataclasses.replace(SHAPE, page_size=32)) != before
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    assert key(SHAPE) != before
+    monkeypatch.undo()
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        assert key(SHAPE) != before
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    monkeypatch.setattr(program_store, "_source", lambda: "another source")
+    assert key(SHAPE) != before
+
+
+def test_a_changed_source_file_changes_the_fingerprint(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "kernel.py").write_text("one = 1\n")
+    monkeypatch.setattr(program_store.jaxcb, "__path__", [str(package)])
+    program_store._source.cache_clear()
+    try:
+        before = folder_of(tmp_path)
+        program_store._source.cache_clear()
+        (package / "kernel.py").write_text("one = 2\n")
+        assert folder_of(tmp_path) != before
+    finally:
+        program_store._source.cache_clear()
