@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 from jaxcb.config import EngineConfig
@@ -30,6 +31,7 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
     from jaxcb.serve import server
     from jaxcb.text import chat
 
+    begun_s = time.monotonic()
     sock = server.bind(options.host, options.port)
     # jax takes seconds to import: not for --help, and not before the port is known to be free
     from jaxcb.engine import Engine
@@ -47,7 +49,13 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
         service = app.state.service
         url = server.listen(sock)
         print(
-            banner(engine, model_name=service.model_names[0], url=url, has_api_key=options.api_key is not None),
+            banner(
+                engine,
+                model_name=service.model_names[0],
+                url=url,
+                has_api_key=options.api_key is not None,
+                took_s=time.monotonic() - begun_s,
+            ),
             flush=True,
         )
         server.run(app, service, sock, drain_timeout_s=options.drain_timeout_s)

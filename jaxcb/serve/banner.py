@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def banner(engine: Engine, *, model_name: str, url: str, has_api_key: bool) -> str:
+def banner(engine: Engine, *, model_name: str, url: str, has_api_key: bool, took_s: float) -> str:
     """The start-up text: one fact a line, a curl to paste at the end."""
     config, pages = engine.config, engine.stats().kv_pages_total
     weights_gb = engine.spec.num_params * _ITEM_BYTES[config.dtype] / 1e9
@@ -28,7 +28,7 @@ def banner(engine: Engine, *, model_name: str, url: str, has_api_key: bool) -> s
         ("endpoint", f"{url}/v1" + (" (with the API key)" if has_api_key else "")),
     )
     facts = "\n".join(f"  {name:<13}{value}" for name, value in lines)
-    return f"jaxcb is ready\n{facts}\n\n{_curl(engine, url, has_api_key)}\n"
+    return f"jaxcb is ready after {took_s:.1f} s\n{facts}\n\n{_curl(engine, url, has_api_key)}\n"
 
 
 def _sizes(buckets: tuple[int, ...] | None, largest: int | None) -> str:
