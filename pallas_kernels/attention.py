@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import native
 from pallas_kernels.checks import require, require_array, require_backend
 from pallas_kernels.metadata import AttentionMetadata, Backend, default_backend
-from pallas_kernels.mosaic import ragged as mosaic
 from pallas_kernels.pages import PLAIN_DTYPES, KVPages, require_kv_pages, values_of
 from pallas_kernels.triton import ragged as triton
 from pallas_kernels.xla import ragged as xla
@@ -81,6 +80,8 @@ def ragged_paged_attention(
     if isinstance(metadata.work, WorkLists):
         return xla.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, **options)
     if backend == "mosaic":
+        from pallas_kernels.mosaic import ragged as mosaic  # a third of this package's import time
+
         mosaic.require_supported(q, kv_pages, sinks)
         return mosaic.ragged_paged_attention(q, kv_pages, metadata.work, interpret=interpret, **options)
     return triton.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, interpret=interpret, **options)
