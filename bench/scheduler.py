@@ -58,7 +58,7 @@ class Loaded:
         started_s = time.thread_time()
         following = self.scheduler.plan()
         if self._plan is not None:
-            self.scheduler.commit(self._plan, self._tokens[: len(self._plan.rows)])
+            self.scheduler.commit(self._plan, self._tokens[: self._plan.num_rows])
         self._plan = following
         return time.thread_time() - started_s
 

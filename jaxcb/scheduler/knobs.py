@@ -185,6 +185,10 @@ class SchedulerLimits(SchedulingKnobs):
     def chunk_limit(self) -> int:
         return min(self.max_chunk_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
+    def salt(self, cache_salt: str) -> tuple[str, str]:
+        """What KV depends on besides the tokens, for a request with such a salt."""
+        return self.cache_name, cache_salt
+
     def num_pages(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)

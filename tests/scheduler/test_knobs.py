@@ -157,7 +157,7 @@ def test_the_victim_is_the_one_that_loses_least():
             d.add(name, prompt(length, seed=i), answer_of(24))
         while not d.scheduler.counters.preemptions:
             d.step()
-        assert [s.request.request_id for s in d.scheduler._queue] == [wanted]
+        assert [s.request.request_id for s in d.scheduler.roster.waiting] == [wanted]
 
 
 def test_the_budget_follows_the_time_between_tokens_that_is_to_be_held():
@@ -299,10 +299,10 @@ def test_pins_leave_room_for_the_longest_sequence():
     d = driver(num_kv_pages=18, max_model_len=64)
     d.add("a", prompt(16), answer_of(1))
     d.run()
-    assert d.scheduler.pin_prefix(prompt(8)) == 8
+    assert d.scheduler.prefixes.pin(prompt(8)) == 8
     with pytest.raises(RequestError, match="the longest sequence needs 16"):
-        d.scheduler.pin_prefix(prompt(16))
-    d.scheduler.unpin_prefixes()
+        d.scheduler.prefixes.pin(prompt(16))
+    d.scheduler.prefixes.unpin()
     assert d.scheduler.num_live_pages == 0
 
 
