@@ -9,6 +9,7 @@ from jaxcb.request import FinishReason
 from jaxcb.scheduler.memory import SequenceMemory
 from jaxcb.scheduler.plan import PlanRow, Row, Sampled, StepTokens, TokenEvent
 from jaxcb.scheduler.roster import Roster
+from jaxcb.scheduler.rows import without
 from jaxcb.scheduler.sequence import Sequence, Status
 
 
@@ -23,11 +24,12 @@ class Commit:
         self._step, self._memory, self._roster = step, memory, roster
         self.tokens = StepTokens([], [], {})
 
-    def decodes(self, sequences: Array[Sequence], token_ids: Array[int]) -> None:
+    def decodes(self, sequences: list[Sequence], token_ids: list[int]) -> None:
         """A token for each. Most of the time there is nothing to it, so it is one short loop."""
         if self._memory.last_given_back >= self._step:
-            kept = [i for i, sequence in enumerate(sequences) if sequence.status is not Status.FINISHED]
-            sequences, token_ids = [sequences[i] for i in kept], [token_ids[i] for i in kept]
+            finished = Status.FINISHED
+            late = [index for index, sequence in enumerate(sequences) if sequence.status is finished]
+            sequences, token_ids = without(sequences, late), without(token_ids, late)
         tokens, look_at = self.tokens, []
         tokens.sequences += sequences
         tokens.token_ids += token_ids

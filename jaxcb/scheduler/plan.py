@@ -90,7 +90,7 @@ class StepPlan:
     """
 
     step: int
-    decoding: Array[Sequence]
+    decoding: list[Sequence]
     """Sequences that continue their answer by one token, or by one and its drafts."""
     slots: Array[int]
     """Of ``decoding``."""

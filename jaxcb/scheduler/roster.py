@@ -66,8 +66,10 @@ class Roster:
         """Those that decode, and those that take chunks. The lists stay as they are: a change makes new ones."""
         if self._sort_again:
             self._sort_again = False
-            self._decoding = [sequence for sequence in self.running.values() if sequence.decoding]
-            self._prompts = [sequence for sequence in self.running.values() if not sequence.decoding]
+            running = self.running.values()
+            self._decoding = [sequence for sequence in running if sequence.decoding]
+            some = len(self._decoding) < len(running)
+            self._prompts = [sequence for sequence in running if not sequence.decoding] if some else []
         return self._decoding, self._prompts
 
     def has_changed(self) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Array
+from typing import TypeVar
 
 from jaxcb.scheduler.chunks import Chunk
 from jaxcb.scheduler.memory import SequenceMemory
 from jaxcb.scheduler.plan import IN_FLIGHT, PlanRow
 from jaxcb.scheduler.sequence import Sequence
 
+T = TypeVar("T")
 Drafter = Callable[[Sequence, int], Array[int]]
 """Guesses at most so many next tokens of a sequence, from its ``token_ids``."""
 
@@ -34,20 +37,27 @@ def take_positions(sequences: list[Sequence], budget: int, memory: SequenceMemor
     paused = [i for i, sequence in enumerate(sequences) if sequence.num_scheduled >= sequence.pause_at]
     others: dict[int, PlanRow] = {}
     if paused or len(sequences) > budget:
-        num_free = memory.pool.num_free
-        growing = [i for i in paused if needs_page(sequences[i])][:num_free]
-        left_out = set(paused).difference(growing)
-        if left_out or len(sequences) > budget:
-            kept = [i for i in range(len(sequences)) if i not in left_out][:budget]
-            growing = [at for at, i in enumerate(kept) if i in growing]
-            sequences, starts = [sequences[i] for i in kept], [starts[i] for i in kept]
-        for i in growing:
+        growing = [i for i in paused if needs_page(sequences[i])][: memory.pool.num_free]
+        left_out = sorted(set(paused).difference(growing))
+        sequences = without(sequences, left_out)[:budget]
+        starts = without(starts, left_out)[:budget]
+        for i in [i - bisect_left(left_out, i) for i in growing]:
+            if i >= budget:
+                break
             sequence = sequences[i]
             first, pages = len(sequence.pages), (memory.grow(sequence),)
             others[i] = PlanRow(sequence, sequence.slot, (IN_FLIGHT,), starts[i], True, first, pages)
     for sequence in sequences:
         sequence.num_scheduled += 1
     return Decodes(sequences, starts, others)
+
+
+def without(items: list[T], indices: list[int]) -> list[T]:
+    """The list without what stands at some ascending indices; a few, so that deleting is cheaper than choosing."""
+    rest = items.copy()
+    for index in reversed(indices):
+        del rest[index]
+    return rest
 
 
 def needs_page(sequence: Sequence) -> bool:
