@@ -56,6 +56,8 @@ class SequenceMemory:
         self.last_planned = self.last_committed = -1
         self.last_given_back = -1
         """Step that was planned last when a sequence gave its pages back: rows up to that one may be late."""
+        self.num_swapped = 0
+        """Waiting sequences whose KV lies in host memory."""
         self.num_deferred_pages = 0
         """Pages that come back when a step in flight commits."""
         self._deferred: dict[int, list[tuple[list[int], int]]] = {}  # step -> pages and slots (-1: none) to free then
@@ -169,6 +171,7 @@ class SequenceMemory:
         sequence.host_pages = [next(taken) if page != TRASH_PAGE else 0 for page in used]
         self.cache.moves.out += [pair for pair in zip(used, sequence.host_pages, strict=True) if pair[1]]
         sequence.num_swapped = sequence.num_scheduled
+        self.num_swapped += 1
         self.give_back(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
@@ -193,6 +196,7 @@ class SequenceMemory:
         if sequence.num_swapped:
             self.host.free(page for page in sequence.host_pages if page)
             sequence.host_pages, sequence.num_swapped = (), 0
+            self.num_swapped -= 1
 
     def committed(self, step: int) -> None:
         """A step has committed: what only it held back is free."""
@@ -217,6 +221,8 @@ class SequenceMemory:
         assert self.num_deferred_pages == sum(len(pages) for pages, _ in deferred)
         slots = [sequence.slot for sequence in running] + [slot for _, slot in deferred]
         assert sorted(slots + self.free_slots) == list(range(self.limits.num_slots)), "a slot is lost or shared"
+        waiting = list(waiting)
+        assert self.num_swapped == sum(sequence.num_swapped > 0 for sequence in waiting)
         swapped = [page for sequence in waiting for page in sequence.host_pages if page]
         assert len(set(swapped)) == len(swapped), "a host page holds two things"
         assert len(swapped) + self.host.num_freed == self.host.num_used, "a host page is lost"

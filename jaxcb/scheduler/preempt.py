@@ -23,6 +23,8 @@ class Preemption:
     ):
         self._limits, self._policy, self._memory, self._roster = limits, policy, memory, roster
         self._step_time = step_time
+        self.host_page_s = limits.host_page_s
+        """Seconds in which a page moves over the host link, one way."""
 
     def reserve(self, decoding: list[Sequence]) -> bool:
         """Preempt until every decode can have its next position. True if any was preempted.
@@ -55,7 +57,22 @@ class Preemption:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's pages: its KV moves to host memory, or is computed again."""
-        self._roster.preempt(sequence, swap=should_swap(sequence, self._limits, self._memory, self._step_time))
+        self._roster.preempt(sequence, swap=self._should_swap(sequence))
+
+    def _should_swap(self, sequence: Sequence) -> bool:
+        """Whether the victim's KV moves to host memory, rather than being computed again.
+
+        "auto" compares moving its pages there and back with what its tokens add to later steps.
+        """
+        limits, fit = self._limits, self._step_time
+        if limits.preemption == "recompute":
+            return False
+        num_pages = limits.num_pages(sequence.num_scheduled) - sequence.num_behind_window
+        if num_pages > self._memory.host.num_free:
+            return False
+        return limits.preemption == "swap" or (
+            fit.fitted and 2 * num_pages * self.host_page_s < sequence.num_scheduled * fit.token_s
+        )
 
 
 def num_pages_needed(decoding: list[Sequence]) -> int:
@@ -87,18 +104,3 @@ def choose_outranked(head: Sequence, num_needed: int, running: Collection[Sequen
         if num_free >= num_needed:
             return behind[:count]
     return []
-
-
-def should_swap(sequence: Sequence, limits: SchedulerLimits, memory: SequenceMemory, fit: StepTimeFit) -> bool:
-    """Whether the victim's KV moves to host memory, rather than being computed again.
-
-    "auto" compares moving its pages there and back with what its tokens add to later steps.
-    """
-    if limits.preemption == "recompute":
-        return False
-    num_pages = limits.num_pages(sequence.num_scheduled) - sequence.num_behind_window
-    if num_pages > memory.host.num_free:
-        return False
-    return limits.preemption == "swap" or (
-        fit.fitted and 2 * num_pages * limits.host_page_s < sequence.num_scheduled * fit.token_s
-    )

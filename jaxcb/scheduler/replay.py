@@ -72,6 +72,10 @@ class RecordingScheduler(Scheduler):
         self._write({"observe": plan.step, "seconds": seconds})
         super().observe(plan, seconds)
 
+    def set_host_page_s(self, seconds: float) -> None:
+        self._write({"host_page_s": seconds})
+        super().set_host_page_s(seconds)
+
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
@@ -163,6 +167,7 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any], list[StepPlan]], object]]
     "unpin_prefixes": lambda s, event, plans: s.prefixes.unpin(),
     "reset_prefixes": lambda s, event, plans: s.prefixes.reset(),
     "place_prefix": lambda s, event, plans: s.prefixes.place(event["place_prefix"], event["cache_salt"]),
+    "host_page_s": lambda s, event, plans: s.set_host_page_s(event["host_page_s"]),
     "commit": lambda s, event, plans: s.commit(plans[event["commit"]], event["sampled"]),
     "observe": lambda s, event, plans: s.observe(plans[event["observe"]], event["seconds"]),
 }

@@ -68,9 +68,9 @@ class Scheduler:
         self.counters = self.roster.counters
         self._admission = Admission(limits, self._memory, self.roster)
         self.preemption = Preemption(limits, self._policy, self._memory, self.roster, self.step_time)
-        self._learns_step_time = limits.itl_target_ms is not None or (
-            limits.preemption == "auto" and limits.num_host_pages > 0
-        )
+        self.weighs_swaps = limits.preemption == "auto" and limits.num_host_pages > 0
+        """Preemption compares what moving and what recomputing take."""
+        self._learns_step_time = limits.itl_target_ms is not None or self.weighs_swaps
 
     # ------------------------------------------------------------------ requests
 
@@ -133,6 +133,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self.roster.running)
+
+    @property
+    def num_swapped(self) -> int:
+        """The part of ``num_waiting`` whose KV lies in host memory."""
+        return self._memory.num_swapped
 
     @property
     def has_requests(self) -> bool:
@@ -217,6 +222,10 @@ class Scheduler:
             if not plan.decode_only:
                 num_tokens = min((size for size in self.limits.step_sizes if size >= num_tokens), default=num_tokens)
             self.step_time.observe(num_tokens, load_of(plan).kv_tokens, seconds)
+
+    def set_host_page_s(self, seconds: float) -> None:
+        """Learn how long a page takes over the host link; until then ``limits.host_page_s`` counts."""
+        self.preemption.host_page_s = seconds
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant of pages, slots and counters holds."""

@@ -213,6 +213,20 @@ def test_auto_preemption_swaps_where_moving_pages_costs_less_than_computing_them
         assert counters.preemptions > 0 and (counters.swaps > 0) == wanted
 
 
+def test_a_link_that_was_measured_counts_in_place_of_the_default():
+    for measured_s, wanted in ((1e-6, True), (1.0, False)):
+        d = driver(
+            depth=0, num_kv_pages=8, max_model_len=24, admission_watermark=0.0, num_host_pages=20, host_page_s=1e-3
+        )
+        d.scheduler.set_host_page_s(measured_s)
+        for i in range(40):
+            d.scheduler.step_time.observe(1 + i % 9, 10, 1e-4 * (1 + i % 9))
+        d.add("a", prompt(7), answer_of(16))
+        d.add("b", prompt(7, seed=2), answer_of(16))
+        d.run()
+        assert d.scheduler.counters.preemptions > 0 and (d.scheduler.counters.swaps > 0) == wanted
+
+
 def test_a_swap_that_host_memory_has_no_room_for_is_a_recompute():
     d = driver(depth=0, preemption="swap", num_host_pages=1, num_kv_pages=8, max_model_len=24, admission_watermark=0.0)
     d.add("a", prompt(7), answer_of(16))
