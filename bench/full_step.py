@@ -59,14 +59,13 @@ def full_plan(bucket: Bucket, shape: RunnerShape, context: int) -> StepPlan:
             f"{bucket}: {len(rows)} rows at context {context} need {next_page - 1} pages, the engine has "
             f"{shape.num_pages}. Give a shorter --context"
         )
-    return StepPlan(step=0, rows=rows, num_tokens=bucket.num_tokens, num_decodes=num_decodes)
+    return StepPlan.of(rows, num_decodes)
 
 
 def repeated(plan: StepPlan) -> StepPlan:
     """The same step again: the device's block tables know its pages by now."""
-    return dataclasses.replace(
-        plan, rows=[dataclasses.replace(row, new_pages=[]) for row in plan.rows if isinstance(row, PlanRow)]
-    )
+    rows = [dataclasses.replace(row, new_pages=[]) for row in plan.rows if isinstance(row, PlanRow)]
+    return StepPlan.of(rows, plan.num_decodes)
 
 
 def _prompt_lengths(num_tokens: int, num_rows: int, context: int) -> list[int]:

@@ -18,7 +18,7 @@ def integer(name: str, value: object, *, low: int, high: int | None = None, erro
     Raises:
         error: it is no integer (a bool is none) or out of range.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if isinstance(value, bool) or not isinstance(value, int | numbers.Integral):
         raise error(f"{name} must be an integer, got {shown(value)}", param=name)
     number = int(value)
     if number < low or (high is not None and number > high):
@@ -33,6 +33,8 @@ def number(name: str, value: object, *, low: float, high: float, error: Error = 
     Raises:
         error: it is no finite number or out of range.
     """
+    if type(value) in (int, float) and low <= value <= high:  # type: ignore[operator]  # asking an ABC takes its time
+        return float(value)  # type: ignore[arg-type]  # as above
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not _finite(value):
         raise error(f"{name} must be a finite number, got {shown(value)}", param=name)
     if not low <= float(value) <= high:

@@ -65,13 +65,13 @@ class EngineCore:
 
     def export_prefix(self, token_ids: Array[int], cache_salt: str) -> PrefixPages:
         """The KV of the longest beginning of ``token_ids`` that is cached on the device."""
-        pages = self.scheduler.find_prefix(token_ids, cache_salt)
+        pages = self.scheduler.prefixes.find(token_ids, cache_salt)
         known = len(pages) * self.scheduler.limits.page_size
         return PrefixPages(list(token_ids[:known]), self.runner.read_pages(pages))
 
     def import_prefix(self, prefix: PrefixPages, cache_salt: str) -> int:
         """Cache the KV of a beginning as if it had been computed here; returns the tokens that found a place."""
-        placed = self.scheduler.place_prefix(prefix.token_ids, cache_salt)
+        placed = self.scheduler.prefixes.place(prefix.token_ids, cache_salt)
         # Pages that made room may be on their way to host memory: they go first.
         self.runner.move_pages(self.scheduler.cache.take_moves())
         indices, pages = [index for index, _ in placed], [page for _, page in placed]
@@ -94,7 +94,7 @@ class EngineCore:
             token_ids, ended_s = oldest.wait(), time.perf_counter()
             self._observe(oldest, ended_s)
             self._collect_prompt_logprobs(oldest)
-            events = self.scheduler.commit(oldest.plan, token_ids)
+            events = list(self.scheduler.commit(oldest.plan, token_ids))
             self._add_logprobs(oldest, events)
             if self.step_log is not None:
                 self.step_log.done(oldest, ended_s, more=self.has_work)

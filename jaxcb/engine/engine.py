@@ -124,6 +124,8 @@ class Engine:
     def compile(self, *, progress: bool = True) -> None:
         """Compile every program of the engine, or load it from the cache; afterwards nothing compiles any more."""
         self._runner.compile(cache_dir(), progress=progress)
+        if self._scheduler.weighs_swaps:
+            self._scheduler.set_host_page_s(self._runner.measure_host_page_s())
 
     def run(self) -> None:
         """Start the engine's thread."""
@@ -246,6 +248,7 @@ class Engine:
             prompt_tokens_cached=counters.prompt_tokens_cached,
             generation_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
+            num_swapped=scheduler.num_swapped,
             swaps=counters.swaps,
             host_pages_total=scheduler.host.num_pages,
             host_pages_swapped=scheduler.host.num_used - scheduler.host.num_freed,

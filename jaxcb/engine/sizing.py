@@ -31,7 +31,8 @@ from jaxcb.step.runner import RunnerShape
 T = TypeVar("T")
 CPU_KV_BYTES = 2**30
 CPU_COPY_BYTES_PER_S, GPU_LINK_BYTES_PER_S = 4e9, 2e10
-"""Achieved when pages move to host memory and back: a copy in memory; PCIe 4.0 x16, less than which few GPUs have."""
+"""What is taken to be achieved when pages move to host memory and back, until the engine has measured it: a copy in
+memory; PCIe 4.0 x16, less than which few GPUs have."""
 
 
 def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> EngineConfig:

@@ -21,6 +21,8 @@ class EngineStats:
     """The part of ``prompt_tokens`` that the prefix cache gave."""
     generation_tokens: int
     preemptions: int
+    num_swapped: int = 0
+    """The part of ``num_waiting`` whose KV lies in host memory."""
     swaps: int = 0
     """Preemptions that moved the KV to host memory."""
     host_pages_total: int = 0

@@ -55,17 +55,22 @@ class PagePool:
         """
         if count > self.num_free:
             raise RuntimeError(f"asked for {count} pages, {self.num_free} of {self.num_pages} are free")
-        pages = []
-        for _ in range(count):
-            page = self._next[TRASH_PAGE]
-            self._unlink(page)
-            if self._reusable[page]:
-                self._reusable[page] = 0
-                if self._on_evict is not None:
-                    self._on_evict(page)
-            self._refcount[page] = 1
-            pages.append(page)
-        return pages
+        return [self.allocate_one() for _ in range(count)]
+
+    def allocate_one(self) -> int:
+        """Take the page at the head. Callers check ``num_free`` first."""
+        links = self._next
+        page = links[TRASH_PAGE]
+        links[TRASH_PAGE] = after = links[page]
+        self._prev[after] = TRASH_PAGE
+        self._refcount[page] = 1
+        self.num_free -= 1
+        if self._reusable[page]:
+            self._reusable[page] = 0
+            self.num_reusable_free -= 1
+            if self._on_evict is not None:
+                self._on_evict(page)
+        return page
 
     def retain(self, page: int) -> None:
         """Add a reference to a page that is in use or whose content is kept for reuse."""

@@ -14,7 +14,7 @@ node also holds the pages of all its ancestors; that is why :meth:`register` ret
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -24,12 +24,12 @@ from jaxcb.paging.pool import PagePool
 
 Node = Hashable
 Key = tuple[Node, bytes]
-TOKEN_BYTES = array("i").itemsize
+TOKEN_BYTES = struct.calcsize("i")
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as the bytes that keys are made of."""
-    return array("i", token_ids).tobytes()
+    return struct.pack(f"{len(token_ids)}i", *token_ids)
 
 
 class Match(NamedTuple):
@@ -168,7 +168,7 @@ class PrefixCache:
 
     def _bring_back(self, host_page: int) -> int:
         key = self._key_of.pop(-host_page)
-        (page,) = self.pool.allocate(1)
+        page = self.pool.allocate_one()
         self._page_of[key] = (page, self._page_of[key][1])
         self._key_of[page] = key
         self.pool.keep_for_reuse(page)

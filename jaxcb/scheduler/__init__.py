@@ -5,7 +5,7 @@ No jax comes in here: the same objects run under the engine and, with a virtual 
 
 from jaxcb.scheduler.knobs import SchedulerLimits, SchedulingKnobs, knob_values
 from jaxcb.scheduler.load import StepLoad, load_of
-from jaxcb.scheduler.plan import DecodeRow, PlanRow, Row, StepPlan, TokenEvent
+from jaxcb.scheduler.plan import DecodeRow, PlanRow, Row, StepPlan, StepTokens, TokenEvent
 from jaxcb.scheduler.scheduler import Scheduler
 from jaxcb.scheduler.sequence import Sequence, Status
 
@@ -20,6 +20,7 @@ __all__ = [
     "Status",
     "StepLoad",
     "StepPlan",
+    "StepTokens",
     "TokenEvent",
     "knob_values",
     "load_of",

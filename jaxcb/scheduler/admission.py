@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from jaxcb.scheduler.chunks import PromptBudget
 from jaxcb.scheduler.knobs import SchedulerLimits
 from jaxcb.scheduler.memory import SequenceMemory, Start
-from jaxcb.scheduler.queue import WaitingQueue
-from jaxcb.scheduler.sequence import Sequence, Status
+from jaxcb.scheduler.roster import Roster
+from jaxcb.scheduler.sequence import Sequence
 
 MAX_SET_ASIDE = 16
 """Heads that don't fit which one plan looks past."""
@@ -17,33 +15,27 @@ PLANS_BETWEEN_TRIES = 16
 
 
 class Admission:
-    """Moves sequences from the queue to ``running``."""
+    """Lets sequences run."""
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        memory: SequenceMemory,
-        queue: WaitingQueue,
-        running: OrderedDict[str, Sequence],
-    ):
-        self._limits, self._memory, self._queue, self._running = limits, memory, queue, running
+    def __init__(self, limits: SchedulerLimits, memory: SequenceMemory, roster: Roster):
+        self._limits, self._memory, self._roster = limits, memory, roster
+        self._queue, self._running = roster.waiting, roster.running
         self._batch_is_forming = True
         self._num_plans = 0
         self._last_admission = 0
         self._promised = 0
 
-    def fill(self, budget: PromptBudget, num_pages_owed: int) -> list[Sequence]:
+    def fill(self, budget: PromptBudget, num_pages_owed: int) -> None:
         """Admit while the head of the queue fits the slots, the pages and the budget. ``num_pages_owed`` free pages are
         those of running sequences, which wait for them."""
         self._num_plans += 1
         if not self._queue:
             self._batch_is_forming = False
-            return []
+            return
         if not self._is_open():
-            return []
+            return
         if self._limits.reservation == "guaranteed":
             self._promised = sum(self._pages_to_come(sequence) for sequence in self._running.values())
-        admitted: list[Sequence] = []
         num_set_aside = 0
         while budget.left and self.has_place and (sequence := self._queue.head()):
             if sequence.last_step > self._memory.last_committed:
@@ -53,7 +45,6 @@ class Admission:
             if start and num_tokens:
                 self._admit(sequence, start)
                 budget.take(sequence, num_tokens, is_new=True)
-                admitted.append(sequence)
             elif sequence.num_overtaken < self._limits.max_passes and num_set_aside < MAX_SET_ASIDE:
                 self._queue.set_aside(sequence)
                 num_set_aside += 1
@@ -61,7 +52,6 @@ class Admission:
                 break
         self._queue.restore()
         self._batch_is_forming = bool(self._queue) and (not budget.left or budget.refused_long)
-        return admitted
 
     @property
     def has_place(self) -> bool:
@@ -101,11 +91,7 @@ class Admission:
         return None
 
     def _admit(self, sequence: Sequence, start: Start) -> None:
-        self._queue.remove(sequence)
-        self._queue.was_admitted(sequence)
-        self._memory.admit(sequence, start)
-        self._running[sequence.request.request_id] = sequence
-        sequence.status = Status.RUNNING
+        self._roster.admit(sequence, start)
         self._last_admission = self._num_plans
         if self._limits.reservation == "guaranteed":
             self._promised += self._pages_to_come(sequence)

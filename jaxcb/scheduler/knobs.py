@@ -123,7 +123,8 @@ class SchedulerLimits(SchedulingKnobs):
             the slot of one whose last step is still in flight.
         enable_prefix_caching: reuse the pages of equal beginnings.
         num_host_pages: pages of host memory, for swapped sequences and for prefixes that the device had no room for.
-        host_page_s: seconds to move one page over the host link, for "auto" preemption.
+        host_page_s: seconds to move one page over the host link, for "auto" preemption, as long as nobody has measured
+            it (``Scheduler.set_host_page_s``).
         step_sizes: compiled token counts of steps with prompt chunks, for ``exact_fill``; () if nothing is padded.
         sliding_window: positions that the widest layer looks back on, if every layer has a window: pages behind it are
             given back. None: some layer sees everything.
@@ -184,6 +185,10 @@ class SchedulerLimits(SchedulingKnobs):
     @property
     def chunk_limit(self) -> int:
         return min(self.max_chunk_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    def salt(self, cache_salt: str) -> tuple[str, str]:
+        """What KV depends on besides the tokens, for a request with such a salt."""
+        return self.cache_name, cache_salt
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""

@@ -26,9 +26,12 @@ class StepLoad(NamedTuple):
 
 def load_of(plan: StepPlan) -> StepLoad:
     """What a planned step has to compute."""
-    num_single = plan.num_decodes  # of one token: the many, so they are summed fast
-    kv_tokens = num_pairs = num_single + sum([row.start for row in plan.rows[:num_single]])
-    for row in plan.rows[num_single:]:
+    kv_tokens = num_pairs = sum(plan.starts) + plan.num_decodes
+    for row in plan.others.values():
+        num_drafts = row.num_drafts
+        kv_tokens += num_drafts
+        num_pairs += num_drafts * (2 * row.start + num_drafts + 3) // 2
+    for row in plan.chunks:
         kv_tokens += row.context_len
         num_pairs += row.num_tokens * (2 * row.start + row.num_tokens + 1) // 2
     return StepLoad(plan.num_tokens, kv_tokens, num_pairs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from collections.abc import Sequence as Array
 
 from jaxcb.paging import TRASH_PAGE, Match, PrefixCache, pack_tokens
 from jaxcb.paging.prefix import TOKEN_BYTES
@@ -29,7 +30,7 @@ class Start:
     """Device page whose first positions are copied into the next page; 0 if none."""
     num_behind_window: int
     """Pages after ``shared`` that are left out, since nothing looks at them any more."""
-    host_pages: list[int]
+    host_pages: Array[int]
     """The sequence's swapped pages that follow."""
     num_computed: int
     """Positions whose KV that gives."""
@@ -53,6 +54,10 @@ class SequenceMemory:
         self.pool, self.host = self.cache.pool, self.cache.host
         self.free_slots = list(reversed(range(limits.num_slots)))
         self.last_planned = self.last_committed = -1
+        self.last_given_back = -1
+        """Step that was planned last when a sequence gave its pages back: rows up to that one may be late."""
+        self.num_swapped = 0
+        """Waiting sequences whose KV lies in host memory."""
         self.num_deferred_pages = 0
         """Pages that come back when a step in flight commits."""
         self._deferred: dict[int, list[tuple[list[int], int]]] = {}  # step -> pages and slots (-1: none) to free then
@@ -66,7 +71,8 @@ class SequenceMemory:
         root = self.cache.root(sequence.salt)
         reads_cache = sequence.request.sampling.prompt_logprobs is None  # they need the whole prompt computed
         match = self.cache.match(root, sequence.packed, num_tokens - 1 if reads_cache else 0)
-        shared, copy_of, behind, host_pages = match.pages, 0, 0, list[int]()
+        shared, copy_of, behind = match.pages, 0, 0
+        host_pages: Array[int] = ()
         num_computed = len(shared) * size
         parent = sequence.parent
         if sequence.num_swapped:
@@ -110,39 +116,40 @@ class SequenceMemory:
 
     # ------------------------------------------------------------------ while it runs
 
-    def grow(self, sequence: Sequence) -> list[int]:
+    def grow(self, sequence: Sequence) -> int:
         """One more page, which the caller has checked is free."""
-        pages = self.pool.allocate(1)
-        sequence.pages += pages
-        sequence.capacity += self.limits.page_size
-        sequence.pause_at = min(sequence.capacity, sequence.max_total_tokens - 1)
-        return pages
+        page = self.pool.allocate_one()
+        sequence.pages.append(page)
+        capacity, last = sequence.capacity + self.limits.page_size, sequence.max_total_tokens - 1
+        sequence.capacity = capacity
+        sequence.pause_at = capacity if capacity < last else last
+        return page
 
     def settle(self, sequence: Sequence) -> None:
         """Share the pages that are full and computed, give back what nobody looks at any more, and say when to look
         again."""
-        size, computed = self.limits.page_size, sequence.num_computed
-        if sequence.num_registered_pages < computed // size:
-            self._register_pages(sequence)
-        if self.limits.sliding_window is not None:
-            self._return_behind_window(sequence, self.limits.sliding_window)
-        if sequence.num_registered_pages is NEVER and self.limits.sliding_window is None:
-            sequence.look_at = sequence.max_total_tokens
+        limits = self.limits
+        num_full = sequence.num_computed // limits.page_size
+        if sequence.num_registered_pages < num_full:
+            self._register_pages(sequence, num_full)
+        if limits.sliding_window is not None:
+            self._return_behind_window(sequence, limits.sliding_window)
+        last = sequence.max_total_tokens
+        if sequence.num_registered_pages is NEVER and limits.sliding_window is None:
+            sequence.look_at = last
         else:
-            sequence.look_at = min((computed // size + 1) * size + 1, sequence.max_total_tokens)
+            next_full = (num_full + 1) * limits.page_size + 1
+            sequence.look_at = next_full if next_full < last else last
 
-    def _register_pages(self, sequence: Sequence) -> None:
-        """Make the pages that are full and computed known to the prefix cache."""
-        size = self.limits.page_size
-        first, end = sequence.num_registered_pages, sequence.num_computed // size
-        packed = pack_tokens(sequence.token_ids[first * size : end * size])
-        page_bytes = size * TOKEN_BYTES
-        for i, index in enumerate(range(first, end)):
-            page, tokens = sequence.pages[index], packed[i * page_bytes : (i + 1) * page_bytes]
-            sequence.prefix_node, known = self.cache.register(sequence.prefix_node, tokens, page)
+    def _register_pages(self, sequence: Sequence, end: int) -> None:
+        """Make the pages before index ``end``, which are full and computed, known to the prefix cache."""
+        size, first, node = self.limits.page_size, sequence.num_registered_pages, sequence.prefix_node
+        for index in range(first, end):
+            page, tokens = sequence.pages[index], pack_tokens(sequence.token_ids[index * size : (index + 1) * size])
+            node, known = self.cache.register(node, tokens, page)
             if known != page:
                 sequence.twins[index] = known
-        sequence.num_registered_pages = end
+        sequence.prefix_node, sequence.num_registered_pages = node, end
 
     def _return_behind_window(self, sequence: Sequence, window: int) -> None:
         """Later positions look at ``window`` positions, their own included. Steps in flight are later too."""
@@ -164,6 +171,7 @@ class SequenceMemory:
         sequence.host_pages = [next(taken) if page != TRASH_PAGE else 0 for page in used]
         self.cache.moves.out += [pair for pair in zip(used, sequence.host_pages, strict=True) if pair[1]]
         sequence.num_swapped = sequence.num_scheduled
+        self.num_swapped += 1
         self.give_back(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
@@ -174,7 +182,9 @@ class SequenceMemory:
         sequence.num_behind_window, sequence.root = 0, None
         sequence.twins = {}
         sequence.decoding = False
+        sequence.look_at = 0
         sequence.last_step, sequence.valid_from = self.last_planned, self.last_planned + 1
+        self.last_given_back = self.last_planned
         if self.last_planned > self.last_committed:
             self._deferred.setdefault(self.last_planned, []).append((pages, slot))
             self.num_deferred_pages += len(pages)
@@ -185,7 +195,8 @@ class SequenceMemory:
         """What a sequence has in host memory, if anything, is needed no more."""
         if sequence.num_swapped:
             self.host.free(page for page in sequence.host_pages if page)
-            sequence.host_pages, sequence.num_swapped = [], 0
+            sequence.host_pages, sequence.num_swapped = (), 0
+            self.num_swapped -= 1
 
     def committed(self, step: int) -> None:
         """A step has committed: what only it held back is free."""
@@ -210,6 +221,8 @@ class SequenceMemory:
         assert self.num_deferred_pages == sum(len(pages) for pages, _ in deferred)
         slots = [sequence.slot for sequence in running] + [slot for _, slot in deferred]
         assert sorted(slots + self.free_slots) == list(range(self.limits.num_slots)), "a slot is lost or shared"
+        waiting = list(waiting)
+        assert self.num_swapped == sum(sequence.num_swapped > 0 for sequence in waiting)
         swapped = [page for sequence in waiting for page in sequence.host_pages if page]
         assert len(set(swapped)) == len(swapped), "a host page holds two things"
         assert len(swapped) + self.host.num_freed == self.host.num_used, "a host page is lost"

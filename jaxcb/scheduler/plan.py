@@ -1,8 +1,9 @@
-"""StepPlan: what one step computes, and TokenEvent: what came of it. Plain data, no jax."""
+"""StepPlan: what one step computes, and StepTokens: what came of it. Plain data, no jax."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Array
 from typing import ClassVar, NamedTuple
 
@@ -82,21 +83,64 @@ Row = PlanRow | DecodeRow
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    """One step: decodes first, then chunks. ``rows`` is never empty."""
+    """One step: decodes first, then chunks; never empty.
+
+    What decodes have in common stands in columns, since there are many of them and each is in every step; ``rows`` are
+    made of them when somebody asks.
+    """
 
     step: int
-    rows: Array[Row]
+    decoding: list[Sequence]
+    """Sequences that continue their answer by one token, or by one and its drafts."""
+    slots: Array[int]
+    """Of ``decoding``."""
+    starts: Array[int]
+    """Of ``decoding``: the position that is computed."""
+    others: Mapping[int, PlanRow]
+    """Rows of ``decoding`` with more to say than that (a new page, drafts), by index."""
+    chunks: Array[PlanRow]
     num_tokens: int
-    num_decodes: int
-    """Rows that continue an answer by one token, or by one and its drafts. Chunks follow."""
     num_drafts: int = 0
     moves: PageMoves | None = None
     """Copies of pages that the device makes before the step."""
+    _rows: list[Row] | None = None
+
+    @classmethod
+    def of(cls, rows: Array[PlanRow], num_decodes: int, *, step: int = 0) -> StepPlan:
+        """A plan made by hand; the first ``num_decodes`` rows are decodes."""
+        decodes = rows[:num_decodes]
+        return cls(
+            step,
+            [row.sequence for row in decodes],
+            [row.slot for row in decodes],
+            [row.start for row in decodes],
+            dict(enumerate(decodes)),
+            rows[num_decodes:],
+            sum(row.num_tokens for row in rows),
+            sum(row.num_drafts for row in rows),
+        )
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decoding)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decoding) + len(self.chunks)
 
     @property
     def decode_only(self) -> bool:
         """Every row has one token."""
-        return self.num_decodes == len(self.rows) and not self.num_drafts
+        return not self.chunks and not self.num_drafts
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those of ``decoding``, then ``chunks``."""
+        if self._rows is None:
+            self._rows = [*map(DecodeRow, self.decoding, self.slots, self.starts), *self.chunks]
+            for index, row in self.others.items():
+                self._rows[index] = row
+        return self._rows
 
 
 class TokenEvent(NamedTuple):
@@ -111,3 +155,22 @@ class TokenEvent(NamedTuple):
     """Of this token, if the request asks for them; the engine's core adds them."""
     prompt_logprobs: Logprobs | None = None
     """Of the prompt from its second token on, with the first token."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepTokens:
+    """The tokens of a committed step, in columns for the same reason as in StepPlan; iterating makes the events."""
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    endings: dict[int, TokenEvent]
+    """Tokens that end their sequence, by index."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        events = [*map(TokenEvent, self.sequences, self.token_ids)]
+        for index, event in self.endings.items():
+            events[index] = event
+        return iter(events)

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxcb.errors import JaxcbError, RequestError
+from jaxcb.paging import PrefixCache
 from jaxcb.request import FinishReason, Request, SamplingParams
 from jaxcb.scheduler.knobs import SchedulerLimits
-from jaxcb.scheduler.plan import Sampled, StepPlan, TokenEvent
+from jaxcb.scheduler.plan import Sampled, StepPlan, StepTokens
 from jaxcb.scheduler.policy import Key
+from jaxcb.scheduler.prefixes import Prefixes
 from jaxcb.scheduler.scheduler import Scheduler
 from jaxcb.scheduler.sequence import Sequence
 
@@ -43,6 +45,7 @@ class RecordingScheduler(Scheduler):
         self._file = file
         values = {name: _plain(value) for name, value in dataclasses.asdict(limits).items()}
         self._write({"limits": values, "eos_token_ids": sorted(eos_token_ids)})
+        self.prefixes = _RecordingPrefixes(limits, self.cache, self._write)
 
     def add(self, request: Request, *, parent_id: str | None = None) -> Sequence:
         self._write({"add": _of_request(request), "parent_id": parent_id})
@@ -56,24 +59,12 @@ class RecordingScheduler(Scheduler):
         self._write({"finish": request_id, "reason": reason.value})
         return super().finish(request_id, reason)
 
-    def pin_prefix(self, token_ids: Array[int], cache_salt: str = "") -> int:
-        self._write({"pin_prefix": list(token_ids), "cache_salt": cache_salt})
-        return super().pin_prefix(token_ids, cache_salt)
-
-    def unpin_prefixes(self) -> None:
-        self._write({"unpin_prefixes": None})
-        super().unpin_prefixes()
-
-    def reset_prefixes(self) -> None:
-        self._write({"reset_prefixes": None})
-        super().reset_prefixes()
-
     def plan(self) -> StepPlan | None:
         plan = super().plan()
         self._write({"plan": checksum(plan)})
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Array[Sampled]) -> list[TokenEvent]:
+    def commit(self, plan: StepPlan, sampled: Array[Sampled]) -> StepTokens:
         self._write({"commit": plan.step, "sampled": list(sampled)})
         return super().commit(plan, sampled)
 
@@ -81,9 +72,35 @@ class RecordingScheduler(Scheduler):
         self._write({"observe": plan.step, "seconds": seconds})
         super().observe(plan, seconds)
 
+    def set_host_page_s(self, seconds: float) -> None:
+        self._write({"host_page_s": seconds})
+        super().set_host_page_s(seconds)
+
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
+
+
+class _RecordingPrefixes(Prefixes):
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache, write: Callable[[dict[str, Any]], None]):
+        super().__init__(limits, cache)
+        self._write = write
+
+    def pin(self, token_ids: Array[int], cache_salt: str = "") -> int:
+        self._write({"pin_prefix": list(token_ids), "cache_salt": cache_salt})
+        return super().pin(token_ids, cache_salt)
+
+    def unpin(self) -> None:
+        self._write({"unpin_prefixes": None})
+        super().unpin()
+
+    def reset(self) -> None:
+        self._write({"reset_prefixes": None})
+        super().reset()
+
+    def place(self, token_ids: Array[int], cache_salt: str = "") -> list[tuple[int, int]]:
+        self._write({"place_prefix": list(token_ids), "cache_salt": cache_salt})
+        return super().place(token_ids, cache_salt)
 
 
 def checksum(plan: StepPlan | None) -> int | None:
@@ -146,9 +163,11 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any], list[StepPlan]], object]]
     "add": lambda s, event, plans: s.add(_request(event["add"]), parent_id=event["parent_id"]),
     "add_choices": lambda s, event, plans: s.add_choices([_request(fields) for fields in event["add_choices"]]),
     "finish": lambda s, event, plans: s.finish(event["finish"], FinishReason(event["reason"])),
-    "pin_prefix": lambda s, event, plans: s.pin_prefix(event["pin_prefix"], event["cache_salt"]),
-    "unpin_prefixes": lambda s, event, plans: s.unpin_prefixes(),
-    "reset_prefixes": lambda s, event, plans: s.reset_prefixes(),
+    "pin_prefix": lambda s, event, plans: s.prefixes.pin(event["pin_prefix"], event["cache_salt"]),
+    "unpin_prefixes": lambda s, event, plans: s.prefixes.unpin(),
+    "reset_prefixes": lambda s, event, plans: s.prefixes.reset(),
+    "place_prefix": lambda s, event, plans: s.prefixes.place(event["place_prefix"], event["cache_salt"]),
+    "host_page_s": lambda s, event, plans: s.set_host_page_s(event["host_page_s"]),
     "commit": lambda s, event, plans: s.commit(plans[event["commit"]], event["sampled"]),
     "observe": lambda s, event, plans: s.observe(plans[event["observe"]], event["seconds"]),
 }

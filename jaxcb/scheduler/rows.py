@@ -2,58 +2,86 @@
 
 from __future__ import annotations
 
+import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Array
+from typing import TypeVar
 
 from jaxcb.scheduler.chunks import Chunk
 from jaxcb.scheduler.memory import SequenceMemory
-from jaxcb.scheduler.plan import IN_FLIGHT, DecodeRow, PlanRow, Row
+from jaxcb.scheduler.plan import IN_FLIGHT, PlanRow
 from jaxcb.scheduler.sequence import Sequence
 
+T = TypeVar("T")
 Drafter = Callable[[Sequence, int], Array[int]]
 """Guesses at most so many next tokens of a sequence, from its ``token_ids``."""
 
-_new = tuple.__new__  # of a named tuple: half the time of its own constructor
+
+@dataclasses.dataclass(slots=True)
+class Decodes:
+    """The decodes of a step, in columns as :class:`StepPlan` has them."""
+
+    sequences: list[Sequence]
+    starts: list[int]
+    others: dict[int, PlanRow]
 
 
-def decode_rows(decodes: list[Sequence], budget: int, memory: SequenceMemory) -> list[Row]:
-    """A row of one token for each. One that needs a page is left out while none is free.
+def take_positions(sequences: list[Sequence], budget: int, memory: SequenceMemory) -> Decodes:
+    """Take each a position further. One that needs a page is left out while none is free.
 
-    This runs for every token that is generated: no call, no property, no allocation but the row.
+    This runs for every token that is generated: a few short loops over plain attributes, and whatever else is to be
+    done, for the few sequences that stand at the end of a page.
     """
-    rows: list[Row] = []
-    for sequence in decodes:
-        start = sequence.num_scheduled
-        if start < sequence.pause_at:
-            rows.append(_new(DecodeRow, (sequence, sequence.slot, start)))
-        elif start == sequence.capacity and memory.pool.num_free and start < sequence.max_total_tokens - 1:
-            first, pages = len(sequence.pages), memory.grow(sequence)
-            rows.append(PlanRow(sequence, sequence.slot, (IN_FLIGHT,), start, True, first, pages))
-        else:
-            continue
-        sequence.num_scheduled = start + 1
-        budget -= 1
-        if not budget:
-            break
-    return rows
+    starts = [sequence.num_scheduled for sequence in sequences]
+    paused = [i for i, sequence in enumerate(sequences) if sequence.num_scheduled >= sequence.pause_at]
+    others: dict[int, PlanRow] = {}
+    if paused or len(sequences) > budget:
+        growing = [i for i in paused if needs_page(sequences[i])][: memory.pool.num_free]
+        left_out = sorted(set(paused).difference(growing))
+        sequences = without(sequences, left_out)[:budget]
+        starts = without(starts, left_out)[:budget]
+        for i in [i - bisect_left(left_out, i) for i in growing]:
+            if i >= budget:
+                break
+            sequence = sequences[i]
+            first, pages = len(sequence.pages), (memory.grow(sequence),)
+            others[i] = PlanRow(sequence, sequence.slot, (IN_FLIGHT,), starts[i], True, first, pages)
+    for sequence in sequences:
+        sequence.num_scheduled += 1
+    return Decodes(sequences, starts, others)
 
 
-def add_drafts(rows: list[Row], drafter: Drafter, num_draft_tokens: int, budget: int, memory: SequenceMemory) -> int:
+def without(items: list[T], indices: list[int]) -> list[T]:
+    """The list without what stands at some ascending indices; a few, so that deleting is cheaper than choosing."""
+    rest = items.copy()
+    for index in reversed(indices):
+        del rest[index]
+    return rest
+
+
+def needs_page(sequence: Sequence) -> bool:
+    """Whether a decoding sequence can't go on without another page."""
+    at = sequence.num_scheduled
+    return at == sequence.capacity and at < sequence.max_total_tokens - 1
+
+
+def add_drafts(decodes: Decodes, drafter: Drafter, num_draft_tokens: int, budget: int, memory: SequenceMemory) -> int:
     """Extend decodes by guesses, where budget and pages are left by everything else. Returns how many."""
     left = budget
-    for i, row in enumerate(rows):
-        sequence = row.sequence
+    for i, (sequence, start) in enumerate(zip(decodes.sequences, decodes.starts, strict=True)):
         room = sequence.max_total_tokens - len(sequence.token_ids) - 1
         most = min(num_draft_tokens, left, room)
         drafts = list(drafter(sequence, most))[:most] if most > 0 else []
         if not drafts:
             continue
-        first, pages = row.first_new_page or len(sequence.pages), list(row.new_pages)
-        while sequence.capacity < row.start + 1 + len(drafts) and memory.pool.num_free:
-            pages += memory.grow(sequence)
-        drafts = drafts[: sequence.capacity - row.start - 1]
+        row = decodes.others.get(i)
+        first, pages = (row.first_new_page, list(row.new_pages)) if row else (len(sequence.pages), [])
+        while sequence.capacity < start + 1 + len(drafts) and memory.pool.num_free:
+            pages.append(memory.grow(sequence))
+        drafts = drafts[: sequence.capacity - start - 1]
         tokens = [IN_FLIGHT, *drafts]
-        rows[i] = PlanRow(sequence, row.slot, tokens, row.start, True, first, pages, num_drafts=len(drafts))
+        decodes.others[i] = PlanRow(sequence, sequence.slot, tokens, start, True, first, pages, num_drafts=len(drafts))
         left -= len(drafts)
     return budget - left
 
@@ -69,12 +97,3 @@ def chunk_row(chunk: Chunk) -> PlanRow:
     sequence.num_scheduled = end
     sequence.decoding = samples
     return row
-
-
-def num_pages_needed(decodes: list[Sequence]) -> int:
-    """Pages without which some decodes can't go on."""
-    needed = 0
-    for sequence in decodes:
-        if sequence.num_scheduled == sequence.capacity and sequence.decoding:
-            needed += sequence.capacity < sequence.max_total_tokens - 1
-    return needed

@@ -1,6 +1,6 @@
 """/metrics: the engine's counters under the names that vLLM's dashboards use, and times measured in this room.
 
-The prefix ``vllm:`` and the label ``model_name`` are vLLM's; ``jaxcb:kv_pages`` is our own.
+The prefix ``vllm:`` and the label ``model_name`` are vLLM's; what begins with ``jaxcb:`` is our own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from jaxcb.request import RequestOutput
 
 if TYPE_CHECKING:
-    from jaxcb.engine import Engine
+    from jaxcb.engine import Engine, EngineStats
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
@@ -68,7 +68,10 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Requests in the batch.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Part of the KV pages in use by requests, 0 to 1.", used_part)
-        yield self._kv_pages(stats.kv_pages_total, stats.kv_pages_used, stats.kv_pages_cached)
+        states = {"used": stats.kv_pages_used, "cached": stats.kv_pages_cached}
+        yield self._pages("jaxcb:kv_pages", "KV pages by state.", stats.kv_pages_total, states)
+        if stats.host_pages_total:
+            yield from self._host_memory(stats)
         counters = (
             ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens),
             ("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prompt_tokens_cached),
@@ -99,9 +102,22 @@ class _EngineCollector(Collector):
         family.add_metric([self._model_name], value)
         return family
 
-    def _kv_pages(self, total: int, used: int, cached: int) -> Metric:
+    def _host_memory(self, stats: EngineStats) -> Iterator[Metric]:
+        """Of an engine with host memory for KV. The two gauges have the names of vLLM's engines that swapped."""
+        part = stats.host_pages_swapped / stats.host_pages_total
+        yield self._gauge(
+            "vllm:num_requests_swapped", "Waiting requests whose KV is in host memory.", stats.num_swapped
+        )
+        yield self._gauge("vllm:cpu_cache_usage_perc", "Part of the host's KV pages that they use, 0 to 1.", part)
+        states = {"swapped": stats.host_pages_swapped, "cached": stats.host_pages_cached}
+        yield self._pages("jaxcb:host_kv_pages", "KV pages in host memory by state.", stats.host_pages_total, states)
+        yield self._counter("jaxcb:num_swaps", "Preemptions that moved the KV to host memory.", stats.swaps)
+        back = stats.host_pages_brought_back
+        yield self._counter("jaxcb:host_kv_pages_hit", "Cached pages that a hit moved back to the device.", back)
+
+    def _pages(self, name: str, text: str, total: int, states: dict[str, int]) -> Metric:
         """Pages by state; cached ones belong to no request and are given up when pages run out."""
-        family = GaugeMetricFamily("jaxcb:kv_pages", "KV pages by state.", labels=["model_name", "state"])
-        for state, count in (("used", used), ("cached", cached), ("free", total - used - cached)):
+        family = GaugeMetricFamily(name, text, labels=["model_name", "state"])
+        for state, count in (*states.items(), ("free", total - sum(states.values()))):
             family.add_metric([self._model_name, state], count)
         return family

@@ -133,7 +133,7 @@ class Disaggregated:
     def _fetched(
         self, simulation: Simulation, index: int, number: int, request: Request, found: list[int], now_s: float
     ) -> None:
-        simulation.replicas[index].scheduler.place_prefix(found)
+        simulation.replicas[index].scheduler.prefixes.place(found)
         self._prefill(simulation, index, number, request, now_s)
 
     def _prefill(self, simulation: Simulation, index: int, number: int, request: Request, now_s: float) -> None:
@@ -180,7 +180,7 @@ class Disaggregated:
         request, record = simulation.trace[number], simulation.records[number]
         replica = simulation.replicas[index]
         tokens = prompt_tokens(number, request)
-        replica.scheduler.place_prefix(tokens)
+        replica.scheduler.prefixes.place(tokens)
         rest = Request(
             request_id=str(number),
             prompt_token_ids=[*tokens, answer_token(request)],

@@ -41,7 +41,7 @@ class PerfettoTrace:
     def add(self, replica: int, plan: StepPlan, start_s: float, step_s: float) -> None:
         """Note a step."""
         kind = "decode" if plan.decode_only else "mixed"
-        counts = {"tokens": plan.num_tokens, "sequences": len(plan.rows), "decodes": plan.num_decodes}
+        counts = {"tokens": plan.num_tokens, "sequences": plan.num_rows, "decodes": plan.num_decodes}
         self._slice(replica, _STEPS, f"{kind} {plan.num_tokens}", start_s, step_s, {"step": plan.step, **counts})
         for name in ("tokens", "sequences"):
             self._events.append(

@@ -144,10 +144,10 @@ class Replica:
         pages = self.scheduler.num_live_pages
         usage.num_steps += 1
         usage.num_step_tokens += plan.num_tokens
-        usage.num_rows += len(plan.rows)
+        usage.num_rows += plan.num_rows
         usage.busy_s += step_s
         usage.page_seconds += pages * step_s
-        if len(plan.rows) == self.scheduler.num_running:
+        if plan.num_rows == self.scheduler.num_running:
             usage.held_token_seconds += pages * spec.limits.page_size * step_s
             usage.live_token_seconds += load.kv_tokens * step_s
         usage.peak_pages = max(usage.peak_pages, pages)
@@ -157,11 +157,11 @@ class Replica:
     def _commit(self, plan: StepPlan, end_s: float, step_s: float) -> None:
         """Give each row its token at ``end_s``. This runs for every token that is generated."""
         self.scheduler.observe(plan, step_s)
-        events = self.scheduler.commit(plan, self._tokens(plan))
+        tokens = self.scheduler.commit(plan, self._tokens(plan))
         last_s, self.now_s = self.now_s, end_s
         num_steady, record_of = 0, self._record_of
-        for event in events:
-            record = record_of[event.sequence]
+        for sequence in tokens.sequences:
+            record = record_of[sequence]
             before_s, record.last_token_s = record.last_token_s, end_s
             if before_s == last_s:
                 num_steady += 1
@@ -169,16 +169,17 @@ class Replica:
                 record.first_token_s = end_s
             else:
                 self._gaps.add(end_s - before_s, 1)
-            if event.finish_reason is not None:
-                self._end(event.sequence, record)
         if num_steady:
             self._gaps.add(end_s - last_s, num_steady)
+        for event in tokens.endings.values():
+            self._end(event.sequence, record_of[event.sequence])
 
     def _tokens(self, plan: StepPlan) -> list[int]:
         if not self._answer_of:
-            return [DUMMY_TOKEN] * len(plan.rows)
+            return [DUMMY_TOKEN] * plan.num_rows
         answer_of = self._answer_of
-        return [answer_of.get(row.sequence, DUMMY_TOKEN) for row in plan.rows]
+        sequences = (*plan.decoding, *(row.sequence for row in plan.chunks))
+        return [answer_of.get(sequence, DUMMY_TOKEN) for sequence in sequences]
 
     def _end(self, sequence: Sequence, record: RequestRecord) -> None:
         del self._record_of[sequence]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -85,6 +86,21 @@ class PageMover:
             _, destinations = _columns([(0, page) for page in batch])
             kv = self._programs["scatter"](kv, destinations, padded)
         return kv
+
+    def measure(self, kv: KVPages, rounds: int = 3) -> tuple[KVPages, float]:
+        """Seconds in which a page moves to host memory or back, the best of some rounds of one call each way.
+
+        What the pages hold goes there and comes back. ``kv`` is donated.
+        """
+        count = min(PAGES_PER_MOVE, self.num_host_pages, kv.shape[0] - 1)
+        out = [(page, page) for page in range(1, count + 1)]
+        times = []
+        for _ in range(rounds + 1):  # the first touches the memory
+            started_s = time.perf_counter()
+            kv = self.move(kv, PageMoves(out=out, into=out))
+            kv.block_until_ready()
+            times.append(time.perf_counter() - started_s)
+        return kv, min(times) / (2 * count)
 
     def _send_out(self, kv: KVPages, pairs: list[tuple[int, int]]) -> None:
         pages, _ = _columns(pairs)

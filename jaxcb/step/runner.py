@@ -131,6 +131,11 @@ class Runner:
         """See :meth:`PageMover.write`."""
         self._kv = self._mover.write(self._kv, pages, rows)
 
+    def measure_host_page_s(self) -> float:
+        """See :meth:`PageMover.measure`; between two steps."""
+        self._kv, seconds = self._mover.measure(self._kv)
+        return seconds
+
     @property
     def page_shape(self) -> tuple[tuple[int, ...], Any]:
         """Shape [L, 2, page_size, K, D] and dtype of a page."""

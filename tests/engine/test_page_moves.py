@@ -106,8 +106,8 @@ def test_a_sequence_swapped_out_twice_in_a_row_while_others_wait_answers_the_sam
     while core.has_work:
         number += 1
         if number % 7 == 0 and core.scheduler.num_running > 1:
-            victim = next(reversed(core.scheduler._running.values()))
-            core.scheduler._preempt(victim)
+            victim = next(reversed(core.scheduler.roster.running.values()))
+            core.scheduler.preemption.preempt(victim)
         for event in core.step():
             answers.setdefault(event.sequence.request.request_id, []).append(event.token_id)
         core.scheduler.check()
@@ -149,9 +149,12 @@ def test_choices_of_one_prompt_share_its_pages_and_answer_as_if_alone(caching, c
 def test_a_fork_in_the_middle_of_an_answer_goes_on_as_its_parent(cores, alone):
     core = cores.core(enable_prefix_caching=False)
     add(core, "parent", prompt(49, seed=1))
-    while core.scheduler._running.get("parent") is None or core.scheduler._running["parent"].num_generated < 10:
+    while (
+        core.scheduler.roster.running.get("parent") is None
+        or core.scheduler.roster.running["parent"].num_generated < 10
+    ):
         core.step()
-    parent = core.scheduler._running["parent"]
+    parent = core.scheduler.roster.running["parent"]
     so_far = list(parent.token_ids)
     rest = SamplingParams(temperature=0, max_tokens=49 + 40 - len(so_far), ignore_eos=True)
     core.scheduler.add(Request(request_id="fork", prompt_token_ids=so_far, sampling=rest), parent_id="parent")
@@ -165,7 +168,7 @@ def test_an_abort_while_swapped_out_frees_host_memory(cores):
         add(core, str(i), prompt(60, seed=i))
     while not core.scheduler.counters.swaps:
         core.step()
-    swapped = [sequence for sequence in core.scheduler._queue if sequence.num_swapped]
+    swapped = [sequence for sequence in core.scheduler.roster.waiting if sequence.num_swapped]
     for sequence in swapped:
         core.finish(sequence.request.request_id, FinishReason.ABORT)
     run(core)
@@ -215,7 +218,7 @@ def test_pages_behind_the_window_are_given_back_and_the_answer_stays_the_same():
         answer, peak = [], 0
         while core.has_work:
             if swaps and len(answer) in (20, 55):
-                core.scheduler._preempt(core.scheduler._running["a"])
+                core.scheduler.preemption.preempt(core.scheduler.roster.running["a"])
                 answer += [event.token_id for event in core.step()]
             answer += [event.token_id for event in core.step()]
             if len(answer) > 10:

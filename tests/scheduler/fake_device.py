@@ -144,8 +144,8 @@ class Driver:
 
     def step(self) -> StepPlan | None:
         """Plan and launch; commit the oldest if enough are in flight or nothing could be planned."""
-        ready = [s for s in self.scheduler._running.values() if s.decoding and s.num_scheduled < s.pause_at]
-        preempted = [s for s in self.scheduler._queue if s.num_preemptions]
+        ready = [s for s in self.scheduler.roster.running.values() if s.decoding and s.num_scheduled < s.pause_at]
+        preempted = [s for s in self.scheduler.roster.waiting if s.num_preemptions]
         plan = self.scheduler.plan()
         self.scheduler.check()
         if plan is None:

@@ -107,9 +107,9 @@ class Fuzz:
         elif chance < 0.065:
             self.pin()
         elif chance < 0.07:
-            d.scheduler.unpin_prefixes()
+            d.scheduler.prefixes.unpin()
         elif chance < 0.075:
-            d.scheduler.reset_prefixes()
+            d.scheduler.prefixes.reset()
         elif d.in_flight and chance < 0.2:
             d.commit()
         if d.in_flight or d.scheduler.has_requests:
@@ -167,7 +167,7 @@ class Fuzz:
         )
 
     def fork(self, name: str) -> None:
-        parent = self.driver.scheduler._find(name)
+        parent = self.driver.scheduler.roster.find(name)
         if parent is not None and len(parent.token_ids) < MAX_MODEL_LEN:
             length = self.rng.randint(1, len(parent.token_ids))
             request = self.request([*parent.token_ids[:length]])
@@ -181,7 +181,7 @@ class Fuzz:
 
     def pin(self) -> None:
         try:
-            self.driver.scheduler.pin_prefix([(5 * self.rng.randint(0, 2) + i) % 50 for i in range(8)])
+            self.driver.scheduler.prefixes.pin([(5 * self.rng.randint(0, 2) + i) % 50 for i in range(8)])
         except RequestError as error:
             assert error.param == "token_ids"
 
@@ -198,7 +198,7 @@ class Fuzz:
             else:
                 assert name in self.aborted, f"request {name} got no end"
                 assert d.answers[name] == wanted[: len(d.answers[name])]
-        d.scheduler.unpin_prefixes()
+        d.scheduler.prefixes.unpin()
         assert d.scheduler.num_live_pages == 0
         assert d.scheduler.host.num_used == d.scheduler.host.num_freed
         self.wanted.clear()

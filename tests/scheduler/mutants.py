@@ -12,7 +12,7 @@ from jaxcb.paging.host import HostPool
 from jaxcb.scheduler.admission import Admission
 from jaxcb.scheduler.memory import SequenceMemory
 from jaxcb.scheduler.queue import WaitingQueue
-from jaxcb.scheduler.scheduler import Scheduler
+from jaxcb.scheduler.roster import Roster
 
 Mutant = Callable[[], AbstractContextManager]
 
@@ -84,7 +84,7 @@ def pages_registered_before_they_are_computed():
         original(self, sequence, start)
         if self.cache.enabled:
             computed, sequence.num_prefilled = sequence.num_prefilled, len(sequence.token_ids)
-            self._register_pages(sequence)
+            self._register_pages(sequence, sequence.num_computed // self.limits.page_size)
             sequence.num_prefilled = computed
 
     return _replaced(SequenceMemory, "admit", early)
@@ -166,7 +166,7 @@ def prompts_before_decodes():
         decodes, prompts = original(self)
         return (decodes[:0], prompts) if prompts else (decodes, prompts)
 
-    return _replaced(Scheduler, "_sort_running", greedy)
+    return _replaced(Roster, "sorted_running", greedy)
 
 
 def an_admission_that_takes_the_pages_of_decodes():

@@ -157,7 +157,7 @@ def test_the_victim_is_the_one_that_loses_least():
             d.add(name, prompt(length, seed=i), answer_of(24))
         while not d.scheduler.counters.preemptions:
             d.step()
-        assert [s.request.request_id for s in d.scheduler._queue] == [wanted]
+        assert [s.request.request_id for s in d.scheduler.roster.waiting] == [wanted]
 
 
 def test_the_budget_follows_the_time_between_tokens_that_is_to_be_held():
@@ -211,6 +211,20 @@ def test_auto_preemption_swaps_where_moving_pages_costs_less_than_computing_them
         d.run()
         counters = d.scheduler.counters
         assert counters.preemptions > 0 and (counters.swaps > 0) == wanted
+
+
+def test_a_link_that_was_measured_counts_in_place_of_the_default():
+    for measured_s, wanted in ((1e-6, True), (1.0, False)):
+        d = driver(
+            depth=0, num_kv_pages=8, max_model_len=24, admission_watermark=0.0, num_host_pages=20, host_page_s=1e-3
+        )
+        d.scheduler.set_host_page_s(measured_s)
+        for i in range(40):
+            d.scheduler.step_time.observe(1 + i % 9, 10, 1e-4 * (1 + i % 9))
+        d.add("a", prompt(7), answer_of(16))
+        d.add("b", prompt(7, seed=2), answer_of(16))
+        d.run()
+        assert d.scheduler.counters.preemptions > 0 and (d.scheduler.counters.swaps > 0) == wanted
 
 
 def test_a_swap_that_host_memory_has_no_room_for_is_a_recompute():
@@ -299,10 +313,10 @@ def test_pins_leave_room_for_the_longest_sequence():
     d = driver(num_kv_pages=18, max_model_len=64)
     d.add("a", prompt(16), answer_of(1))
     d.run()
-    assert d.scheduler.pin_prefix(prompt(8)) == 8
+    assert d.scheduler.prefixes.pin(prompt(8)) == 8
     with pytest.raises(RequestError, match="the longest sequence needs 16"):
-        d.scheduler.pin_prefix(prompt(16))
-    d.scheduler.unpin_prefixes()
+        d.scheduler.prefixes.pin(prompt(16))
+    d.scheduler.prefixes.unpin()
     assert d.scheduler.num_live_pages == 0
 
 

@@ -13,3 +13,10 @@ def test_the_load_of_a_step_counts_the_kv_once_a_row_and_the_pairs_under_the_cau
     assert load_of(plan) == StepLoad(num_tokens=4, kv_tokens=5 + 3, num_pairs=5 + (1 + 2 + 3))
     plan = scheduler.plan()
     assert load_of(plan) == StepLoad(num_tokens=4, kv_tokens=6 + 6, num_pairs=6 + (4 + 5 + 6))
+
+
+def test_guesses_are_computed_too():
+    scheduler = Scheduler(limits(), drafter=lambda sequence, most: [7, 8], num_draft_tokens=2)
+    scheduler.add(Request(request_id="a", prompt_token_ids=[1] * 4, sampling=SamplingParams(ignore_eos=True)))
+    scheduler.commit(scheduler.plan(), [0])
+    assert load_of(scheduler.plan()) == StepLoad(num_tokens=3, kv_tokens=7, num_pairs=5 + 6 + 7)

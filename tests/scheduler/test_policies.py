@@ -116,7 +116,7 @@ def test_priority_preempts_for_pages_no_more_than_it_needs_and_nothing_if_that_i
         d.step()
     d.add("big", prompt(26, seed=5), answer_of(2), priority=1)
     d.step()
-    assert list(d.scheduler._running) == ["a", "b", "big"], "c alone made room"
+    assert list(d.scheduler.roster.running) == ["a", "b", "big"], "c alone made room"
     huge = driver(depth=0, num_kv_pages=16, policy="priority", admission_watermark=0.0)
     huge.add("a", prompt(36), answer_of(9), priority=0)
     huge.add("b", prompt(15, seed=2), answer_of(9), priority=2)

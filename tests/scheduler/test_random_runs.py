@@ -69,7 +69,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.fuzz.driver.scheduler.reset_prefixes()
+        self.fuzz.driver.scheduler.prefixes.reset()
 
     @precondition(lambda self: self.fuzz.driver.in_flight)
     @rule()

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler.replay import ReplayError, checksum, main, replay
 from tests.scheduler.fake_device import recording_driver
 from tests.scheduler.fuzz import Fuzz
@@ -55,8 +56,6 @@ def test_a_line_that_is_not_of_a_log_is_named(line):
 def test_a_policy_of_ones_own_is_given_again():
     file = io.StringIO()
     d = recording_driver(file, policy=backwards, max_num_seqs=1)
-    from jaxcb.request import SamplingParams
-
     for name in "abc":
         d.add(name, [1, 2, 3], SamplingParams(max_tokens=2))
     d.run()
@@ -64,6 +63,16 @@ def test_a_policy_of_ones_own_is_given_again():
     assert plans[0].rows[0].sequence.request.request_id == "c"
     with pytest.raises(ReplayError, match="policy must be one of"):
         replay(file.getvalue().splitlines())
+
+
+def test_a_beginning_that_was_placed_is_placed_again():
+    file = io.StringIO()
+    d = recording_driver(file)
+    prompt = list(range(10, 21))
+    assert len(d.scheduler.prefixes.place(prompt)) == 2
+    d.scheduler.add(Request(request_id="a", prompt_token_ids=prompt))
+    assert d.scheduler.plan().rows[0].start == 8
+    assert replay(file.getvalue().splitlines())[0].rows[0].start == 8
 
 
 def backwards(sequence, view):

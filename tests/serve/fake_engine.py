@@ -180,6 +180,7 @@ class FakeEngine:
         self.healthy = True
         self.step_s = step_s
         self.num_waiting = num_waiting
+        self.host_memory = {"host_pages_total": 0}
         self.requests: list[Request] = []
         self.live: list[FakeStream] = []
         self.counts: Counter[str] = Counter()
@@ -224,6 +225,7 @@ class FakeEngine:
             prompt_tokens_cached=self.counts["cached"],
             generation_tokens=self.counts["generation"],
             preemptions=0,
+            **self.host_memory,
             steps=0,
             finished=dict(self.finished),
             uptime_s=0.0,

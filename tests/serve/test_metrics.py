@@ -63,3 +63,22 @@ def test_times_are_counted_once_a_finished_request_and_once_a_gap() -> None:
 def test_cache_counters_are_absent_without_a_cache() -> None:
     with TestClient(make_app(FakeEngine(enable_prefix_caching=False))) as client:
         assert ("vllm:prefix_cache_queries_total",) not in scrape(client)
+
+
+def test_host_memory_is_shown_where_there_is_some(client: TestClient, engine: FakeEngine) -> None:
+    assert not any("host" in name or "swap" in name for name, *_ in scrape(client))
+    engine.host_memory = {
+        "host_pages_total": 40,
+        "num_swapped": 2,
+        "host_pages_swapped": 10,
+        "host_pages_cached": 5,
+        "host_pages_brought_back": 7,
+        "swaps": 3,
+    }
+    samples = scrape(client)
+    assert samples["vllm:num_requests_swapped",] == 2
+    assert samples["vllm:cpu_cache_usage_perc",] == 10 / 40
+    pages = {state: samples["jaxcb:host_kv_pages", state] for state in ("swapped", "cached", "free")}
+    assert pages == {"swapped": 10, "cached": 5, "free": 25}
+    assert samples["jaxcb:num_swaps_total",] == 3
+    assert samples["jaxcb:host_kv_pages_hit_total",] == 7

@@ -20,7 +20,7 @@ def example() -> StepPlan:
     )
     b = row_of(2, [11, 12, 13], start=4, pages=[8, 2])
     b.first_new_page = 2
-    return StepPlan(0, [a, b], 4, 1)
+    return StepPlan.of([a, b], 1)
 
 
 def test_the_worked_example_of_the_docstring():
@@ -55,7 +55,7 @@ def test_sampling_parameters_arrive_as_they_were_sent():
 def test_a_negative_seed_and_a_huge_top_k_fit():
     row = row_of(0, [1], start=0, pages=[], sampling=SamplingParams(top_k=2**40, seed=-1))
     layout = StepLayout(Bucket(1, 1, True), P, SLOTS)
-    _, part = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan(0, [row], 1, 1))[0])), 1)
+    _, part = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan.of([row], 1))[0])), 1)
     assert int(part.top_k[0]) == 2**31 - 1
     np.testing.assert_array_equal(part.seeds[0], np.uint32([2**32 - 1, 2**32 - 1]))
 
@@ -64,14 +64,14 @@ def test_a_row_that_samples_nothing_goes_to_the_trash_slot():
     row = row_of(3, [1, 2], start=0, pages=[1])
     row.samples = False
     layout = StepLayout(Bucket(2, 2, False), P, SLOTS)
-    slots, _ = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan(0, [row], 2, 0))[0])), 2)
+    slots, _ = unpack_sampling(layout.sample_part(jnp.asarray(layout.pack(StepPlan.of([row], 0))[0])), 2)
     np.testing.assert_array_equal(slots, [SLOTS, SLOTS])
 
 
 def test_more_table_changes_than_an_upload_holds_are_handed_back():
     layout = StepLayout(Bucket(1, 1, True), 1000, SLOTS)
     pages = list(range(1, 31))
-    upload, overflow = layout.pack(StepPlan(0, [row_of(2, [1], start=479, pages=pages)], 1, 1))
+    upload, overflow = layout.pack(StepPlan.of([row_of(2, [1], start=479, pages=pages)], 1))
     kept = layout.num_changes
     assert kept < 30 and kept <= CHANGES_PER_UPLOAD
     assert overflow == [(2 * 1000 + i, pages[i]) for i in range(kept, 30)]

@@ -45,3 +45,11 @@ def test_a_host_page_holds_what_was_sent_last():
     kv = mover.move(kv, PageMoves(out=[(2, 1)]))
     after = np.asarray(mover.move(kv, PageMoves(into=[(1, 5)])))
     assert (after[5] == before[2]).all()
+
+
+def test_the_link_is_measured_and_every_page_keeps_what_it_holds():
+    kv, mover = pages_and_mover(jnp.float32, num_pages=50, num_host_pages=40)
+    before = np.array(kv)
+    kv, seconds = mover.measure(kv)
+    assert 0 < seconds < 1
+    assert (np.asarray(kv) == before).all()
