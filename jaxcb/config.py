@@ -59,6 +59,9 @@ class EngineConfig(SchedulingKnobs):
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
         logprobs_mode: "raw": log-probabilities are those of the model's own logits; "processed": of what is drawn from,
             after the penalties, the temperature and the filters.
+        deterministic: tokens and log-probabilities of a request have the same bits in batches of any size and order of
+            arrival, for every token budget and chunk, with prefix caching or without, after every preemption. Costs
+            speed (README). Off, tokens are the same in float32 on a CPU, and the last bits may differ.
         event_log: a file to write every call of the scheduler to, from which ``python -m jaxcb.scheduler.replay`` makes
             the same plans again: for bug reports. It holds the prompts as token ids.
         seed: folded into the seeds of requests that bring none.
@@ -90,6 +93,7 @@ class EngineConfig(SchedulingKnobs):
     kv_transfer: bool = False
     max_waiting: int | None = None
     logprobs_mode: LogprobsMode = "raw"
+    deterministic: bool = False
     event_log: str | os.PathLike[str] | None = None
     seed: int = 0
     backend: Backend | None = None
@@ -132,7 +136,7 @@ class EngineConfig(SchedulingKnobs):
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))
-        for name in ("enable_prefix_caching", "run_ahead", "kv_transfer"):
+        for name in ("enable_prefix_caching", "run_ahead", "kv_transfer", "deterministic"):
             validation.boolean(name, getattr(self, name), error=ConfigError)
         self._set("seed", validation.integer("seed", self.seed, low=-(2**63), high=2**63 - 1, error=ConfigError))
         if self.preemption == "swap" and not self.host_kv_gib:

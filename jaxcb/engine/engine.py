@@ -82,6 +82,7 @@ class Engine:
             shape_of(self.config),
             backend_of(self.config),
             processed_logprobs=self.config.logprobs_mode == "processed",
+            deterministic=self.config.deterministic,
         )
         self._step_log = None
         if self.config.step_log is not None:

@@ -124,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--preset", metavar="NAME", help="schedule as another system does: vllm-v1, sarathi, tgi, ...")
     engine.add_argument("--backend", choices=get_args(Backend), help="kernels; default: by platform")
     engine.add_argument("--no-run-ahead", "--no-async-scheduling", action="store_false", dest="run_ahead")
+    engine.add_argument(
+        "--deterministic", action="store_true", help="the same bits in any company; costs speed (README)"
+    )
     engine.add_argument("--step-log", metavar="FILE", help="a line of JSON a step, to calibrate the simulator")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests that bring none")
     engine.add_argument(

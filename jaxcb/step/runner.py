@@ -28,7 +28,7 @@ from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_ch
 from jaxcb.step.buckets import Bucket, Buckets
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.page_mover import PageMover
-from jaxcb.step.program import StepProgram
+from jaxcb.step.program import StepProgram, compiler_options
 from jaxcb.step.samplers import Job, Sampled, Samplers
 from pallas_kernels.metadata import Backend
 
@@ -79,7 +79,9 @@ class Runner:
         backend: Backend,
         *,
         processed_logprobs: bool = False,
+        deterministic: bool = False,
     ):
+        self._deterministic = deterministic
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
@@ -87,7 +89,9 @@ class Runner:
         self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
-        self._samplers = Samplers(spec, backend, controls, logits_dtype, processed=processed_logprobs)
+        self._samplers = Samplers(
+            spec, backend, controls, logits_dtype, processed=processed_logprobs, deterministic=deterministic
+        )
         self._change: Compiled | None = None
         self._mover = PageMover(self._kv, shape.num_host_pages, backend, transfers=shape.transfers)
 
@@ -157,8 +161,9 @@ class Runner:
         params, kv, state = (jax.tree.map(_abstract, x) for x in (self.params, self._kv, self._state))
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.num_tokens):
             layout = self._layouts[bucket]
-            program = StepProgram(self.spec, layout, self.shape.page_size, self.backend)
-            forward = jax.jit(program.forward, donate_argnums=(1, 2))
+            program = StepProgram(self.spec, layout, self.shape.page_size, self.backend, self._deterministic)
+            options = compiler_options(deterministic=self._deterministic)
+            forward = jax.jit(program.forward, donate_argnums=(1, 2), compiler_options=options)
             upload = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
             yield (
                 functools.partial(forward.lower, params, kv, state, upload),
