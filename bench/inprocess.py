@@ -83,7 +83,14 @@ class InProcess:
         before = machine()
         model = load(config)
         config = resolve_config(config, model.spec, model.params["embed"]["embedding"].dtype)
-        runner = Runner(model.spec, model.params, buckets_of(config), shape_of(config), backend_of(config))
+        runner = Runner(
+            model.spec,
+            model.params,
+            buckets_of(config),
+            shape_of(config),
+            backend_of(config),
+            deterministic=config.deterministic,
+        )
         enable_compilation_cache(cache_dir() / "xla")
         runner.compile(progress=show_progress())
         facts = before | engine_facts(model.name, config)
@@ -117,6 +124,7 @@ def engine_facts(model: str, config: EngineConfig) -> dict[str, Any]:
         "page_size",
         "num_kv_pages",
         "run_ahead",
+        "deterministic",
     )
     settings = {name: getattr(config, name) for name in names}
     return {"device": jax.devices()[0].device_kind, "model": model} | settings

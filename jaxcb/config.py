@@ -59,6 +59,9 @@ class EngineConfig(SchedulingKnobs):
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
         logprobs_mode: "raw": log-probabilities are those of the model's own logits; "processed": of what is drawn from,
             after the penalties, the temperature and the filters.
+        generation_config: "auto": what a request leaves out (temperature, top_k, top_p, min_p, repetition_penalty,
+            max_tokens) is what the model's ``generation_config.json`` says, if it says it; "none": the engine's own
+            defaults; else a directory to take that file from. The model's end tokens hold in every case.
         deterministic: tokens and log-probabilities of a request have the same bits in batches of any size and order of
             arrival, for every token budget and chunk, with prefix caching or without, after every preemption. Costs
             speed (README). Off, tokens are the same in float32 on a CPU, and the last bits may differ.
@@ -93,6 +96,7 @@ class EngineConfig(SchedulingKnobs):
     kv_transfer: bool = False
     max_waiting: int | None = None
     logprobs_mode: LogprobsMode = "raw"
+    generation_config: str = "auto"
     deterministic: bool = False
     event_log: str | os.PathLike[str] | None = None
     seed: int = 0
@@ -112,13 +116,18 @@ class EngineConfig(SchedulingKnobs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("model", "event_log"):
+        for name in ("model", "event_log", "generation_config"):
             if isinstance(getattr(self, name), os.PathLike):
                 self._set(name, os.fspath(getattr(self, name)))
         for name in ("model", "revision", "event_log"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ConfigError(
+                f"generation_config must be auto, none or a directory, got {validation.shown(self.generation_config)}",
+                param="generation_config",
+            )
         _choice("dtype", self.dtype, get_args(DType))
         _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
         _choice("quantization", self.quantization, (None, *get_args(Quantization)))

@@ -54,10 +54,12 @@ def read(body: bytes, service: Service) -> Call:
     if chat.top_logprobs and not chat.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    params = _one_limit(sampling, chat.max_completion_tokens).params(max_tokens=None, logprobs=logprobs)
+    sampling = _one_limit(sampling, chat.max_completion_tokens)
+    sampling.params(defaults={}, logprobs=logprobs)  # refused before the template does its work
     token_ids = service.engine.tokenizer.apply_chat_template(
         [_message(message) for message in chat.messages], max_tokens=service.max_model_len
     )
+    params = sampling.params(defaults=service.sampling_defaults(len(token_ids), None), logprobs=logprobs)
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     return Call(
         id=new_id("chatcmpl"),

@@ -92,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
     model.add_argument("--quantization", choices=get_args(Quantization), help="of the weights, when they are loaded")
+    model.add_argument(
+        "--generation-config",
+        type=lambda text: "none" if text == "vllm" else text,
+        metavar="auto|none|DIR",
+        help="the model's own sampling defaults; default auto",
+    )
     model.add_argument("--chat-template", metavar="FILE", help="Jinja file instead of the model's own template")
 
     server = parser.add_argument_group("server")

@@ -58,7 +58,9 @@ def read(body: bytes, service: Service) -> Call:
             Prompt(
                 ids,
                 sampling.params(
-                    max_tokens=_default_limit(len(ids), service), best_of=best_of, logprobs=completion.logprobs
+                    defaults=service.sampling_defaults(len(ids), DEFAULT_MAX_TOKENS),
+                    best_of=best_of,
+                    logprobs=completion.logprobs,
                 ),
             )
             for ids in prompts
@@ -68,12 +70,6 @@ def read(body: bytes, service: Service) -> Call:
         tokenizer=service.engine.tokenizer,
         scheduling=scheduling,
     )
-
-
-def _default_limit(num_prompt_tokens: int, service: Service) -> int:
-    """``max_tokens`` of a prompt that brings none: near the context limit it is what still fits."""
-    room = service.max_model_len - num_prompt_tokens
-    return min(DEFAULT_MAX_TOKENS, room) if room > 0 else DEFAULT_MAX_TOKENS
 
 
 def _prompts(prompt: str | list[str | int | list[int]], service: Service) -> list[Sequence[int]]:

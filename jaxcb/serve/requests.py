@@ -47,14 +47,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
-    def params(self, *, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """The checked parameters; ``max_tokens`` is the endpoint's default, and ``more`` its own fields.
+    def params(self, *, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The checked parameters; ``defaults`` stand for what was not sent, and ``more`` are the endpoint's own fields.
 
         Raises:
             RequestError: a value is out of range; ``.param`` names the field.
         """
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{"max_tokens": max_tokens, **given, **more})
+        return SamplingParams(**{**defaults, **given, **more})
 
 
 class SchedulingFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -160,6 +160,7 @@ class FakeEngine:
         num_waiting: int = 0,
         enable_prefix_caching: bool = True,
         policy: str = "fcfs",
+        sampling_defaults: dict[str, Any] | None = None,
     ):
         self.name = "fake-model"
         self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000)
@@ -177,6 +178,7 @@ class FakeEngine:
             policy=policy,
             backend="xla",
         )
+        self.sampling_defaults = sampling_defaults or {}
         self.healthy = True
         self.step_s = step_s
         self.num_waiting = num_waiting
