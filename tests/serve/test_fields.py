@@ -76,7 +76,7 @@ def test_the_model_s_default_of_max_tokens_leaves_room_at_the_context_limit(path
     ("path", "fields"),
     [
         (CHAT, {"n": True}),
-        (COMPLETIONS, {"echo": True}),
+        (CHAT, {"echo": True}),
         (COMPLETIONS, {"suffix": ""}),
         (CHAT, {"response_format": {"type": "json_object"}}),
         (CHAT, {"tool_choice": "required"}),
