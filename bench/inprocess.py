@@ -82,7 +82,14 @@ class InProcess:
         before = machine()
         model = load(config)
         config = resolve_config(config, model.spec, model.params["embed"]["embedding"].dtype)
-        runner = Runner(model.spec, model.params, buckets_of(config), shape_of(config), backend_of(config))
+        runner = Runner(
+            model.spec,
+            model.params,
+            buckets_of(config),
+            shape_of(config),
+            backend_of(config),
+            deterministic=config.deterministic,
+        )
         runner.compile(cache_dir(), progress=show_progress())
         facts = before | engine_facts(model.name, config)
         return cls(
@@ -115,6 +122,7 @@ def engine_facts(model: str, config: EngineConfig) -> dict[str, Any]:
         "page_size",
         "num_kv_pages",
         "run_ahead",
+        "deterministic",
     )
     settings = {name: getattr(config, name) for name in names}
     return {"device": jax.devices()[0].device_kind, "model": model} | settings

@@ -59,6 +59,12 @@ class EngineConfig(SchedulingKnobs):
         max_waiting: most requests in the waiting queue; None is unbounded. One more raises QueueFullError.
         logprobs_mode: "raw": log-probabilities are those of the model's own logits; "processed": of what is drawn from,
             after the penalties, the temperature and the filters.
+        generation_config: "auto": what a request leaves out (temperature, top_k, top_p, min_p, repetition_penalty,
+            max_tokens) is what the model's ``generation_config.json`` says, if it says it; "none": the engine's own
+            defaults; else a directory to take that file from. The model's end tokens hold in every case.
+        deterministic: tokens and log-probabilities of a request have the same bits in batches of any size and order of
+            arrival, for every token budget and chunk, with prefix caching or without, after every preemption. Costs
+            speed (README). Off, tokens are the same in float32 on a CPU, and the last bits may differ.
         event_log: a file to write every call of the scheduler to, from which ``python -m jaxcb.scheduler.replay`` makes
             the same plans again: for bug reports. It holds the prompts as token ids.
         seed: folded into the seeds of requests that bring none.
@@ -90,6 +96,8 @@ class EngineConfig(SchedulingKnobs):
     kv_transfer: bool = False
     max_waiting: int | None = None
     logprobs_mode: LogprobsMode = "raw"
+    generation_config: str = "auto"
+    deterministic: bool = False
     event_log: str | os.PathLike[str] | None = None
     seed: int = 0
     backend: Backend | None = None
@@ -108,13 +116,18 @@ class EngineConfig(SchedulingKnobs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("model", "event_log"):
+        for name in ("model", "event_log", "generation_config"):
             if isinstance(getattr(self, name), os.PathLike):
                 self._set(name, os.fspath(getattr(self, name)))
         for name in ("model", "revision", "event_log"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ConfigError(
+                f"generation_config must be auto, none or a directory, got {validation.shown(self.generation_config)}",
+                param="generation_config",
+            )
         _choice("dtype", self.dtype, get_args(DType))
         _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
         _choice("quantization", self.quantization, (None, *get_args(Quantization)))
@@ -132,7 +145,7 @@ class EngineConfig(SchedulingKnobs):
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))
-        for name in ("enable_prefix_caching", "run_ahead", "kv_transfer"):
+        for name in ("enable_prefix_caching", "run_ahead", "kv_transfer", "deterministic"):
             validation.boolean(name, getattr(self, name), error=ConfigError)
         self._set("seed", validation.integer("seed", self.seed, low=-(2**63), high=2**63 - 1, error=ConfigError))
         if self.preemption == "swap" and not self.host_kv_gib:

@@ -49,7 +49,8 @@ def generate(
 
     Arguments:
         prompts: one prompt or many.
-        sampling: one for all prompts, or one for each. Default: ``SamplingParams()``.
+        sampling: one for all prompts, or one for each. Default: ``SamplingParams()``, changed where the model's
+            ``generation_config.json`` says so (:class:`EngineConfig`); one that is given holds as it is.
         config: of the engine to start; it stays up for later calls with an equal config. Default: ``EngineConfig()``,
             which is the built-in model.
         engine: use this running engine instead; excludes ``config``.
@@ -60,8 +61,9 @@ def generate(
         EngineStoppedError: the engine failed while it worked.
     """
     many = _as_list(prompts)
-    each = _one_for_each(sampling, len(many))
+    wanted = _one_for_each(sampling, len(many))
     engine = _engine(config, engine, progress)
+    each = [params or SamplingParams(**engine.sampling_defaults) for params in wanted]
     requests = [
         _request(engine, prompt, params, f"prompts[{i}]")
         for i, (prompt, params) in enumerate(zip(many, each, strict=True))
@@ -96,8 +98,9 @@ def stream(
 
     Leaving the loop early drops the request. Arguments and errors as for :func:`generate`.
     """
-    engine = _engine(config, engine, progress)
     [params] = _one_for_each(sampling, 1)
+    engine = _engine(config, engine, progress)
+    params = params or SamplingParams(**engine.sampling_defaults)
     with engine.submit_blocking(_request(engine, prompt, params, "prompt")) as outputs:
         for output in outputs:
             yield _checked(output)
@@ -185,9 +188,12 @@ def _as_list(prompts: Any) -> list[Prompt]:
     return list(prompts)
 
 
-def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _one_for_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams | None]:
+    """None stands for the engine's defaults."""
     if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
+        return [sampling] * count
     if not isinstance(sampling, Sequence) or not all(isinstance(params, SamplingParams) for params in sampling):
         raise RequestError(
             f"sampling must be a SamplingParams or a list of them, got {validation.shown(sampling)}", param="sampling"

@@ -62,6 +62,7 @@ def attention_metadata(
     head_dim: int,
     window: int | None = None,
     decode_only: bool = False,
+    one_path: bool = False,
     backend: Backend | None = None,
     target: str | None = None,
 ) -> AttentionMetadata:
@@ -79,6 +80,8 @@ def attention_metadata(
         head_dim: D.
         window: positions that a query looks back on, itself included; None: all.
         decode_only: the step holds decodes alone: T == S and token i belongs to sequence i.
+        one_path: single tokens go the way of chunks, in tiles whose shape is the same in every bucket, so that a
+            token's bits don't depend on how the batch was cut. (The native backend has one way anyhow.)
         backend: None chooses by platform.
         target: the GPU that tiles are chosen for (h200, h100, a100, l4); None: the one that jax runs on.
 
@@ -96,6 +99,7 @@ def attention_metadata(
     require(window is None or window >= 1, "window", "None or at least 1", window)
     require(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads)
     require(num_heads % num_kv_heads == 0, "num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads)
+    require(not one_path or backend != "mosaic", "one_path", "False for backend mosaic", one_path)
     if backend == "mosaic":
         group = num_heads // num_kv_heads
         require(group <= MOSAIC_ROWS, "num_heads", f"at most {MOSAIC_ROWS} a KV head for backend mosaic", num_heads)
@@ -113,6 +117,7 @@ def attention_metadata(
             page_size=page_size,
             window=window,
             decode_only=decode_only,
+            one_path=one_path,
         )
     elif backend == "native":
         work = Tables(query_starts, context_lens, block_tables)
@@ -127,6 +132,7 @@ def attention_metadata(
             head_dim=head_dim,
             window=window,
             decode_only=decode_only,
+            one_path=one_path,
             rows=MOSAIC_ROWS if backend == "mosaic" else None,
             target=default_target() if target is None else TARGETS[target],
         )

@@ -95,6 +95,15 @@ def test_sampling_must_match_the_prompts(engine):
         generate("a", config=EngineConfig(), engine=engine)
 
 
+def test_without_parameters_the_model_s_defaults_hold(engine, monkeypatch):
+    monkeypatch.setattr(engine, "sampling_defaults", {"temperature": 0.0, "max_tokens": 3})
+    [output] = generate([5, 6], engine=engine, progress=False)
+    [greedy] = generate([5, 6], SamplingParams(temperature=0.0, max_tokens=3), engine=engine, progress=False)
+    assert output.token_ids == greedy.token_ids
+    [own] = generate([5, 6], SamplingParams(seed=1), engine=engine, progress=False)
+    assert len(own.token_ids) == 16 or own.finish_reason is FinishReason.STOP, "one that is given holds as it is"
+
+
 def test_a_failing_engine_raises(engine, monkeypatch):
     monkeypatch.setattr(engine._runner, "launch", lambda plan: (_ for _ in ()).throw(RuntimeError("device lost")))
     with pytest.raises(EngineStoppedError, match="device lost"):

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,10 +65,20 @@ class Engine:
     scheduler before the next plan; committed tokens go to the text thread, which feeds the request's OutputStream.
     """
 
-    def __init__(self, name: str, spec: ModelSpec, params: Params, tokenizer: Tokenizer, config: EngineConfig):
+    def __init__(
+        self,
+        name: str,
+        spec: ModelSpec,
+        params: Params,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        sampling_defaults: Mapping[str, Any] | None = None,
+    ):
         """An engine over weights that the caller holds; they are used in place, not copied. Call :meth:`compile`,
         then :meth:`run`, or use :meth:`start`, which loads a model and does both."""
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
+        self.sampling_defaults = dict(sampling_defaults or {})
+        """Fields of SamplingParams for what an HTTP request, or a call without SamplingParams, leaves out."""
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
@@ -82,6 +92,7 @@ class Engine:
             shape_of(self.config),
             backend_of(self.config),
             processed_logprobs=self.config.logprobs_mode == "processed",
+            deterministic=self.config.deterministic,
         )
         self._step_log = None
         if self.config.step_log is not None:
@@ -116,7 +127,7 @@ class Engine:
         """
         config = config or EngineConfig()
         model = load(config)
-        engine = cls(model.name, model.spec, model.params, model.tokenizer, config)
+        engine = cls(model.name, model.spec, model.params, model.tokenizer, config, model.sampling_defaults)
         engine.compile(progress=progress)
         engine.run()
         return engine

@@ -26,6 +26,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jaxcb.models.product import product
 from jaxcb.models.rope import rope_tables, rotate
 from jaxcb.models.spec import ModelSpec
+from jaxcb.models.tiles import InTiles, directly
 
 Params = dict[str, Any]
 
@@ -128,8 +129,22 @@ def apply_layer(
     cos: Float[Array, "T half_D"],
     sin: Float[Array, "T half_D"],
     attend: Attend,
+    in_tiles: InTiles = directly,
 ) -> tuple[Float[Array, "T E"], KV]:
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    q, k, v = in_tiles(functools.partial(_queries_keys_values, spec, parts), x, cos, sin)
+    kv, out = attend(index, kv, q, k, v)
+    return in_tiles(functools.partial(_mix, parts), x, out.reshape(x.shape[0], spec.q_size)), kv
+
+
+def _queries_keys_values(
+    spec: ModelSpec,
+    parts: Layer | RolledLayer,
+    x: Float[Array, "T E"],
+    cos: Float[Array, "T half_D"],
+    sin: Float[Array, "T half_D"],
+) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
+    """What attention takes: queries and keys normalised (where the family does) and rotated."""
     T = x.shape[0]
     q, k, v = jnp.split(parts.qkv(parts.input_norm(x)), [spec.q_size, spec.q_size + spec.kv_size], -1)
     q = q.reshape(T, spec.num_heads, spec.head_dim)
@@ -137,10 +152,14 @@ def apply_layer(
     v = v.reshape(T, spec.num_kv_heads, spec.head_dim)
     if parts.q_norm is not None and parts.k_norm is not None:
         q, k = parts.q_norm(q), parts.k_norm(k)
-    kv, out = attend(index, kv, rotate(q, cos, sin), rotate(k, cos, sin), v)
-    x = x + parts.o(out.reshape(T, spec.q_size))
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def _mix(parts: Layer | RolledLayer, x: Float[Array, "T E"], attended: Float[Array, "T HD"]) -> Float[Array, "T E"]:
+    """What comes after attention: its projection, and the MLP."""
+    x = x + parts.o(attended)
     gate, up = jnp.split(parts.gate_up(parts.post_norm(x)), 2, -1)
-    return x + parts.down(jax.nn.silu(gate) * up), kv
+    return x + parts.down(jax.nn.silu(gate) * up)
 
 
 class Embedding(nnx.Module):
@@ -190,6 +209,7 @@ def apply_layers(
     positions: Int[Array, "T"],
     kv: KV,
     attend: Attend,
+    in_tiles: InTiles = directly,
 ) -> tuple[Float[Array, "T E"], KV]:
     """The residual stream after the last layer, before the final norm, and the updated ``kv``. Call it inside jit.
 
@@ -198,29 +218,31 @@ def apply_layers(
     stream is float32 there whatever the weights are, since products are fast with a float32 result only.
     """
     decoder = _merge(spec, params)
-    cos, sin = rope_tables(spec.rope, spec.head_dim, positions)
+    cos, sin = in_tiles(functools.partial(rope_tables, spec.rope, spec.head_dim), positions)
     x = decoder.embed_tokens(token_ids)
     if jax.default_backend() == "cpu":
-        return _rolled(decoder, x.astype(jnp.float32), kv, cos, sin, attend)
+        return _rolled(decoder, x.astype(jnp.float32), kv, cos, sin, attend, in_tiles)
     for index, layer in enumerate(decoder.layers):
-        x, kv = apply_layer(spec, layer, index, x, kv, cos, sin, attend)
+        x, kv = apply_layer(spec, layer, index, x, kv, cos, sin, attend, in_tiles)
     return x, kv
 
 
 def _rolled(
-    decoder: Decoder, x: Float[Array, "T E"], kv: KV, cos: Array, sin: Array, attend: Attend
+    decoder: Decoder, x: Float[Array, "T E"], kv: KV, cos: Array, sin: Array, attend: Attend, in_tiles: InTiles
 ) -> tuple[Float[Array, "T E"], KV]:
     layers, spec = list(decoder.layers), decoder.spec
 
     def body(index: Int[Array, ""], carry: tuple[Array, KV]) -> tuple[Array, KV]:
-        return apply_layer(spec, RolledLayer(layers, index), index, *carry, cos, sin, attend)
+        return apply_layer(spec, RolledLayer(layers, index), index, *carry, cos, sin, attend, in_tiles)
 
     return lax.fori_loop(0, spec.num_layers, body, (x, kv))
 
 
-def apply_head(spec: ModelSpec, params: Params, hidden: Float[Array, "S E"]) -> Float[Array, "S V"]:
+def apply_head(
+    spec: ModelSpec, params: Params, hidden: Float[Array, "S E"], in_tiles: InTiles = directly
+) -> Float[Array, "S V"]:
     """Logits of the given rows of :func:`apply_layers`."""
-    return _merge(spec, params).logits(hidden)
+    return in_tiles(_merge(spec, params).logits, hidden)
 
 
 @functools.lru_cache(maxsize=8)

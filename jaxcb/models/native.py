@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec
+from jaxcb.models.tiles import InTiles, directly
 from pallas_kernels import native
 
 Params = dict[str, Any]
@@ -30,11 +31,15 @@ def apply_layers(
     positions: Int[Array, "T"],
     kv: KV,
     batch: native.Tables,
+    in_tiles: InTiles = directly,
 ) -> tuple[Float[Array, "T E"], KV]:
-    """As :func:`jaxcb.models.decoder.apply_layers`, attention and KV write included. Padding rows come out as 0."""
+    """As :func:`jaxcb.models.decoder.apply_layers`, attention and KV write included. Padding rows come out as 0.
+
+    The kernels give a row the same bits in any company; ``in_tiles`` is for what XLA computes, the angles.
+    """
     layers = [params["layers"][i] for i in range(spec.num_layers)]
     num_rows = batch.query_starts[-1]
-    cos, sin = rope_tables(spec.rope, spec.head_dim, positions)
+    cos, sin = in_tiles(functools.partial(rope_tables, spec.rope, spec.head_dim), positions)
     windows = jnp.asarray([window or 0 for window in spec.windows], jnp.int32)
 
     def product(name: str, norm: str | None = None) -> Callable[..., Float[Array, "T O"]]:

@@ -59,7 +59,7 @@ class Draws(NamedTuple):
 
 
 def sample(
-    logits: Float[Array, "S V"], draws: Draws, *, tier: Tier, controls: Controls | None = None
+    logits: Float[Array, "S V"], draws: Draws, controls: Controls | None = None, *, tier: Tier
 ) -> tuple[Int[Array, "S"], Float[Array, "S V"]]:
     """Token ids, one a row, and the logits that they were drawn from: after every change, -inf where left out.
 

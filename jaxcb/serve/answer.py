@@ -46,7 +46,9 @@ async def answer_whole(
         for prompt in call.prompts
         for output in best_choices(list(itertools.islice(left, prompt.sampling.num_choices)), prompt.sampling)
     ]
-    return Response(encode(face.answer(call, chosen, Usage.of(outputs))), media_type="application/json")
+    return Response(
+        encode(face.answer(call, chosen, Usage.of(outputs, echo_only=call.echo_only))), media_type="application/json"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,9 @@ class EventStream:
         except ApiError as error:
             _abort(self.streams)
             return _event(error_body(error))
-        return _event(self.face.usage_chunk(self.call, Usage.of(outputs))) if self.call.include_usage else b""
+        if not self.call.include_usage:
+            return b""
+        return _event(self.face.usage_chunk(self.call, Usage.of(outputs, echo_only=self.call.echo_only)))
 
     async def _send_outputs(self, index: int, stream: OutputStream, send: Send) -> RequestOutput:
         meter = Meter(self.service)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Prompt(NamedTuple):
     token_ids: Sequence[int]
     sampling: SamplingParams
+    echo: str | None = None
+    """Its text, where every answer is to begin with that."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +42,18 @@ class Call:
     scheduling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of :class:`jaxcb.request.Request` that the body brought."""
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    echo_only: bool = False
+    """The prompt comes back without an answer: the one token that the engine makes is left out."""
+    num_prompt_logprobs: int | None = None
+    """Likeliest tokens beside each of the prompt, where the body asked for the prompt's log-probabilities."""
+    offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Of a stream with log-probabilities: characters of the tokens sent so far, by choice."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+
+    def prompt_of(self, choice: int) -> Prompt:
+        """Whose answer a choice is."""
+        return self.prompts[choice // self.prompts[0].sampling.n]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,3 +81,9 @@ def wants_usage(stream: bool | None, options: StreamOptions | None) -> bool:
     if options is not None and not stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     return options is not None and bool(options.include_usage)
+
+
+def refuse_streamed_prompt_logprobs(stream: bool | None, prompt_logprobs: int | None) -> None:
+    """Raise RequestError where both are asked for: the chunks of a stream have no place for them (as in vLLM)."""
+    if stream and prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs can't be streamed: leave out stream, or use echo", param="prompt_logprobs")

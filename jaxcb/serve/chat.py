@@ -10,9 +10,9 @@ from msgspec import UNSET
 
 from jaxcb.errors import RequestError
 from jaxcb.request import RequestOutput
-from jaxcb.serve.call import Call, Face, Prompt, new_id, wants_usage
+from jaxcb.serve.call import Call, Face, Prompt, new_id, refuse_streamed_prompt_logprobs, wants_usage
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
-from jaxcb.serve.logprobs import chat_logprobs
+from jaxcb.serve.logprobs import chat_logprobs, prompt_logprobs
 from jaxcb.serve.requests import (
     CHAT_UNSUPPORTED,
     ChatFields,
@@ -54,10 +54,14 @@ def read(body: bytes, service: Service) -> Call:
     if chat.top_logprobs and not chat.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    params = _one_limit(sampling, chat.max_completion_tokens).params(max_tokens=None, logprobs=logprobs)
+    refuse_streamed_prompt_logprobs(chat.stream, chat.prompt_logprobs)
+    sampling = _one_limit(sampling, chat.max_completion_tokens)
+    sampling.params(defaults={}, logprobs=logprobs)  # refused before the template does its work
     token_ids = service.engine.tokenizer.apply_chat_template(
         [_message(message) for message in chat.messages], max_tokens=service.max_model_len
     )
+    defaults = service.sampling_defaults(len(token_ids), None)
+    params = sampling.params(defaults=defaults, logprobs=logprobs, prompt_logprobs=chat.prompt_logprobs)
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     return Call(
         id=new_id("chatcmpl"),
@@ -67,6 +71,7 @@ def read(body: bytes, service: Service) -> Call:
         include_usage=include_usage,
         tokenizer=service.engine.tokenizer,
         scheduling=scheduling,
+        num_prompt_logprobs=chat.prompt_logprobs,
         field_names={"prompt": "messages", "max_tokens": limit_name},
     )
 
@@ -110,6 +115,9 @@ def _answer(call: Call, outputs: Sequence[RequestOutput], usage: Usage) -> ChatC
             for index, output in enumerate(outputs)
         ],
         usage=usage,
+        prompt_logprobs=UNSET
+        if call.num_prompt_logprobs is None
+        else prompt_logprobs(outputs[0].prompt_logprobs, call.tokenizer),
     )
 
 

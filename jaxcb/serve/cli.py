@@ -92,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
     model.add_argument("--quantization", choices=get_args(Quantization), help="of the weights, when they are loaded")
+    model.add_argument(
+        "--generation-config",
+        type=lambda text: "none" if text == "vllm" else text,
+        metavar="auto|none|DIR",
+        help="the model's own sampling defaults; default auto",
+    )
     model.add_argument("--chat-template", metavar="FILE", help="Jinja file instead of the model's own template")
 
     server = parser.add_argument_group("server")
@@ -124,6 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--preset", metavar="NAME", help="schedule as another system does: vllm-v1, sarathi, tgi, ...")
     engine.add_argument("--backend", choices=get_args(Backend), help="kernels; default: by platform")
     engine.add_argument("--no-run-ahead", "--no-async-scheduling", action="store_false", dest="run_ahead")
+    engine.add_argument(
+        "--deterministic", action="store_true", help="the same bits in any company; costs speed (README)"
+    )
     engine.add_argument("--step-log", metavar="FILE", help="a line of JSON a step, to calibrate the simulator")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests that bring none")
     engine.add_argument(

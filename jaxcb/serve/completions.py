@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from jaxcb.errors import RequestError
-from jaxcb.request import RequestOutput
-from jaxcb.serve.call import Call, Face, Prompt, new_id, wants_usage
+from jaxcb.logprobs import Logprobs
+from jaxcb.request import FinishReason, RequestOutput
+from jaxcb.serve.call import Call, Face, Prompt, new_id, refuse_streamed_prompt_logprobs, wants_usage
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
-from jaxcb.serve.logprobs import text_logprobs
+from jaxcb.serve.logprobs import TextLogprobs, echoed_logprobs, prompt_logprobs, text_logprobs
 from jaxcb.serve.requests import (
     COMPLETION_UNSUPPORTED,
     CompletionFields,
@@ -50,6 +51,14 @@ def read(body: bytes, service: Service) -> Call:
     best_of = None if completion.best_of == (sampling.n or 1) else completion.best_of
     if best_of is not None and completion.stream:
         raise RequestError("best_of can't be streamed: which answer is best is known at the end", param="best_of")
+    refuse_streamed_prompt_logprobs(completion.stream, completion.prompt_logprobs)
+    echo = bool(completion.echo)
+    echo_only = echo and sampling.max_tokens == 0  # OpenAI's way to have a text scored
+    if echo_only:
+        sampling = msgspec.structs.replace(sampling, max_tokens=1)
+    prompt_logprobs = completion.prompt_logprobs
+    if echo and completion.logprobs is not None:
+        prompt_logprobs = max(completion.logprobs, prompt_logprobs or 0)
     prompts = _prompts(completion.prompt, service)
     return Call(
         id=new_id("cmpl"),
@@ -58,22 +67,30 @@ def read(body: bytes, service: Service) -> Call:
             Prompt(
                 ids,
                 sampling.params(
-                    max_tokens=_default_limit(len(ids), service), best_of=best_of, logprobs=completion.logprobs
+                    defaults=service.sampling_defaults(len(ids), DEFAULT_MAX_TOKENS),
+                    best_of=best_of,
+                    logprobs=completion.logprobs,
+                    prompt_logprobs=prompt_logprobs,
                 ),
+                text if echo else None,
             )
-            for ids in prompts
+            for ids, text in zip(prompts, _texts(completion.prompt, prompts, service), strict=True)
         ],
         stream=bool(completion.stream),
         include_usage=include_usage,
         tokenizer=service.engine.tokenizer,
         scheduling=scheduling,
+        echo_only=echo_only,
+        num_prompt_logprobs=completion.prompt_logprobs,
     )
 
 
-def _default_limit(num_prompt_tokens: int, service: Service) -> int:
-    """``max_tokens`` of a prompt that brings none: near the context limit it is what still fits."""
-    room = service.max_model_len - num_prompt_tokens
-    return min(DEFAULT_MAX_TOKENS, room) if room > 0 else DEFAULT_MAX_TOKENS
+def _texts(prompt: object, prompts: Sequence[Sequence[int]], service: Service) -> Iterator[str]:
+    """What each prompt reads as: the text that was sent, or that of the ids."""
+    sent = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
+    for index, ids in enumerate(prompts):
+        text = sent[index] if index < len(sent) else None
+        yield text if isinstance(text, str) else service.engine.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _prompts(prompt: str | list[str | int | list[int]], service: Service) -> list[Sequence[int]]:
@@ -114,31 +131,53 @@ def _answer(call: Call, outputs: Sequence[RequestOutput], usage: Usage) -> Compl
         id=call.id,
         created=call.created,
         model=call.model,
-        choices=[
-            TextChoice(
-                index=index,
-                text=output.text,
-                finish_reason=output.finish_reason,
-                stop_reason=output.stop_reason,
-                logprobs=text_logprobs(output.logprobs, call.tokenizer),
-            )
-            for index, output in enumerate(outputs)
-        ],
+        choices=[_choice(call, index, output) for index, output in enumerate(outputs)],
         usage=usage,
     )
 
 
+def _choice(call: Call, index: int, output: RequestOutput) -> TextChoice:
+    prompt, k = call.prompt_of(index), call.num_prompt_logprobs
+    scored = output.prompt_logprobs
+    return TextChoice(
+        index=index,
+        text=(prompt.echo or "") + ("" if call.echo_only else output.text),
+        finish_reason=FinishReason.LENGTH if call.echo_only else output.finish_reason,
+        stop_reason=None if call.echo_only else output.stop_reason,
+        logprobs=_logprobs(call, prompt, output, output.logprobs),
+        prompt_logprobs=UNSET
+        if k is None
+        else prompt_logprobs(None if scored is None else scored.limited(k), call.tokenizer),
+    )
+
+
+def _logprobs(
+    call: Call, prompt: Prompt, output: RequestOutput, answer: Logprobs | None, offset: int = 0
+) -> TextLogprobs | None:
+    """Of an answer or a piece of one, behind those of the prompt where that is echoed and nothing was sent yet."""
+    k = prompt.sampling.logprobs
+    if k is None or prompt.echo is None or offset:
+        return text_logprobs(answer, call.tokenizer, offset)
+    scored = None if output.prompt_logprobs is None else output.prompt_logprobs.limited(k)
+    return echoed_logprobs(prompt.token_ids, scored, None if call.echo_only else answer, call.tokenizer)
+
+
 def _chunks(call: Call, index: int, output: RequestOutput, first: bool) -> list[msgspec.Struct]:
     """An output that added nothing and ends nothing is not worth a chunk."""
-    logprobs = output.new_logprobs
-    if not output.new_text and not output.finished and not logprobs:
+    prompt = call.prompt_of(index)
+    echo = prompt.echo if first else None
+    new_text = "" if call.echo_only else output.new_text
+    if not new_text and not echo and not output.finished and not output.new_logprobs:
         return []
+    logprobs = _logprobs(call, prompt, output, output.new_logprobs, call.offsets.get(index, 0))
+    if logprobs is not None:
+        call.offsets[index] = max(logprobs.end_offset, call.offsets.get(index, 0))
     choice = TextChoice(
         index=index,
-        text=output.new_text,
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason if output.finished else UNSET,
-        logprobs=text_logprobs(logprobs, call.tokenizer, len(output.text) - len(output.new_text)),
+        text=(echo or "") + new_text,
+        finish_reason=FinishReason.LENGTH if call.echo_only and output.finished else output.finish_reason,
+        stop_reason=UNSET if not output.finished else None if call.echo_only else output.stop_reason,
+        logprobs=logprobs,
     )
     return [_chunk(call, [choice])]
 

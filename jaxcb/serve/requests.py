@@ -47,14 +47,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
-    def params(self, *, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """The checked parameters; ``max_tokens`` is the endpoint's default, and ``more`` its own fields.
+    def params(self, *, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The checked parameters; ``defaults`` stand for what was not sent, and ``more`` are the endpoint's own fields.
 
         Raises:
             RequestError: a value is out of range; ``.param`` names the field.
         """
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{"max_tokens": max_tokens, **given, **more})
+        return SamplingParams(**{**defaults, **given, **more})
 
 
 class SchedulingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +91,6 @@ class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "response_format": ({"type": "text"},),
@@ -127,10 +126,12 @@ CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **UNSUPPORTED,
-    "echo": (False,),
     "suffix": (),
     "add_special_tokens": (True,),
 }
+
+
+LogprobCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,7 +189,8 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stream_options: StreamOptions | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: LogprobCount | None = None
+    prompt_logprobs: LogprobCount | None = None
 
 
 class CompletionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,4 +201,6 @@ class CompletionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     best_of: int | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    logprobs: LogprobCount | None = None
+    prompt_logprobs: LogprobCount | None = None

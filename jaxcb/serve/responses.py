@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxcb.request import FinishReason, RequestOutput
-from jaxcb.serve.logprobs import ChatLogprobs, TextLogprobs
+from jaxcb.serve.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -23,11 +23,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, outputs: Sequence[RequestOutput]) -> Usage:
+    def of(cls, outputs: Sequence[RequestOutput], *, echo_only: bool = False) -> Usage:
         """The sums over the finished sequences of one HTTP request. A prompt counts once, however many answers it
-        has; every answer counts, those that ``best_of`` left out too."""
+        has; every answer counts, those that ``best_of`` left out too, but for tokens that were not asked for."""
         prompt = sum(len(output.prompt_token_ids) for output in outputs if output.index == 0)
-        generated = sum(len(output.token_ids) for output in outputs)
+        generated = 0 if echo_only else sum(len(output.token_ids) for output in outputs)
         cached = sum(output.num_cached_tokens for output in outputs if output.index == 0)
         return cls(
             prompt_tokens=prompt,
@@ -58,6 +58,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """vLLM's extra, where it was asked for."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +94,8 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     logprobs: TextLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """vLLM's extra, where it was asked for."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxcb.errors import EngineStoppedError, JaxcbError, RequestError
 from jaxcb.request import FinishReason, Request, RequestOutput
@@ -59,6 +59,17 @@ class Service:
         limit = self.engine.config.max_model_len
         assert limit is not None  # the engine resolved it when it started
         return limit
+
+    def sampling_defaults(self, num_prompt_tokens: int, max_tokens: int | None) -> dict[str, Any]:
+        """Of a request, for what it leaves out: those of the model; ``max_tokens`` is the endpoint's own.
+
+        Near the context limit the default of ``max_tokens`` is what still fits.
+        """
+        defaults = {"max_tokens": max_tokens} | self.engine.sampling_defaults
+        room = self.max_model_len - num_prompt_tokens
+        if defaults["max_tokens"] is not None and room > 0:
+            defaults["max_tokens"] = min(defaults["max_tokens"], room)
+        return defaults
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; None means the only model there is.

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxcb.models import ModelSpec, apply_head, apply_layers
 from jaxcb.models import native as native_models
 from jaxcb.models.decoder import LayerIndex, Params
+from jaxcb.models.tiles import CPU_ROWS, GPU_ROWS, SAMPLER_ROWS, InTiles, directly, tiles_of
 from jaxcb.sampling import Tier, sample
 from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
 from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
@@ -44,6 +46,7 @@ class StepProgram:
     layout: StepLayout
     page_size: int
     backend: Backend
+    deterministic: bool = False
 
     def forward(self, params: Params, kv: KVPages, state: SlotState, upload: Int[Array, "size"]) -> ForwardResult:
         """Write the step's K and V into their pages and compute the logits of each row's last token."""
@@ -55,14 +58,16 @@ class StepProgram:
         last = hidden
         if not self.layout.bucket.decode_only:
             last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        logits = head_logits(self.spec, self.backend, params, last, jnp.sum(batch.context_lens > 0))
+        num_rows = jnp.sum(batch.context_lens > 0)
+        logits = head_logits(self.spec, self.backend, params, last, num_rows, deterministic=self.deterministic)
         return ForwardResult(kv, state, logits, self.layout.sample_part(upload), None if last is hidden else hidden)
 
     def _layers(
         self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
     ) -> tuple[Float[Array, "T E"], KVPages]:
+        in_tiles = row_tiles(batch.query_starts[-1], deterministic=self.deterministic)
         if self.backend == "native":
-            return self._native_layers(params, kv, state, batch, token_ids)
+            return self._native_layers(params, kv, state, batch, token_ids, in_tiles)
         spec, shape = self.spec, kv.shape
         tables = state.block_tables[batch.slots]
         pages = tables[batch.token_rows, batch.positions // self.page_size]
@@ -92,15 +97,21 @@ class StepProgram:
             return kv, lax.switch(jnp.asarray(kind_of_layer)[layer], branches, q, kv)
 
         flat = kv.reshape(-1, *shape[3:])
-        hidden, flat = apply_layers(spec, params, token_ids, batch.positions, flat, attend)
+        hidden, flat = apply_layers(spec, params, token_ids, batch.positions, flat, attend, in_tiles)
         return hidden, flat.reshape(shape)
 
     def _native_layers(
-        self, params: Params, kv: KVPages, state: SlotState, batch: StepBatch, token_ids: Int[Array, "T"]
+        self,
+        params: Params,
+        kv: KVPages,
+        state: SlotState,
+        batch: StepBatch,
+        token_ids: Int[Array, "T"],
+        in_tiles: InTiles,
     ) -> tuple[Float[Array, "T E"], KVPages]:
         tables = native.Tables(batch.query_starts, batch.context_lens, state.block_tables[batch.slots])
         flat = kv.reshape(-1, *kv.shape[3:])
-        hidden, flat = native_models.apply_layers(self.spec, params, token_ids, batch.positions, flat, tables)
+        hidden, flat = native_models.apply_layers(self.spec, params, token_ids, batch.positions, flat, tables, in_tiles)
         return hidden, flat.reshape(kv.shape)
 
     def _metadata(self, batch: StepBatch, tables: Int[Array, "S P"], window: int | None) -> AttentionMetadata:
@@ -115,6 +126,7 @@ class StepProgram:
             head_dim=self.spec.head_dim,
             window=window,
             decode_only=self.layout.bucket.decode_only,
+            one_path=self.deterministic,
             backend=self.backend,
         )
 
@@ -133,11 +145,17 @@ def sample_step(
     *,
     tier: Tier,
     keep_logits: bool,
+    deterministic: bool = False,
 ) -> SampleResult:
     """Sample every row and leave its token in its slot, where the next step finds it."""
     slots, draws = unpack_sampling(part, logits.shape[0])
     controls = rows_of(state.controls, slots) if tier is Tier.FULL else None
-    token_ids, drawn_from = sample(logits, draws, tier=tier, controls=controls)
+    in_tiles: InTiles = directly
+    if deterministic and tier is not Tier.GREEDY:  # which sums nothing
+        samples = slots < state.last_token.shape[0] - 1
+        num_rows = jnp.max(jnp.where(samples, jnp.arange(1, slots.shape[0] + 1, dtype=jnp.int32), 0))
+        in_tiles = tiles_of(SAMPLER_ROWS, num_rows)
+    token_ids, drawn_from = in_tiles(functools.partial(sample, tier=tier), logits, draws, controls)
     if tier is Tier.FULL:
         history = state.controls.history.at[slots, draws.positions].set(token_ids, mode="drop")
         state = state._replace(controls=state.controls._replace(history=history))
@@ -152,18 +170,52 @@ def prompt_logprobs(
     hidden: Float[Array, "T E"],
     rows: Int[Array, "R"],
     targets: Int[Array, "R"],
+    num_rows: Int[Array, ""],
     *,
     every: bool,
+    deterministic: bool = False,
 ) -> RowLogprobs:
-    """Log-probabilities of the tokens that follow some positions of a step."""
-    logits = head_logits(spec, backend, params, hidden[rows], jnp.int32(rows.shape[0]))
-    return row_logprobs(logits, targets, every=every)
+    """Log-probabilities of the tokens that follow some positions of a step; of the first ``num_rows`` of them."""
+    logits = head_logits(spec, backend, params, hidden[rows], num_rows, deterministic=deterministic)
+    return token_logprobs(logits, targets, num_rows, every=every, deterministic=deterministic)
+
+
+def token_logprobs(
+    logits: Float[Array, "S V"],
+    token_ids: Int[Array, "S"],
+    num_rows: Int[Array, ""],
+    *,
+    every: bool,
+    deterministic: bool = False,
+) -> RowLogprobs:
+    """Log-probabilities of a token of each row; of the first ``num_rows`` rows."""
+    in_tiles = tiles_of(SAMPLER_ROWS, num_rows) if deterministic else directly
+    return in_tiles(functools.partial(row_logprobs, every=every), logits, token_ids)
 
 
 def head_logits(
-    spec: ModelSpec, backend: Backend, params: Params, hidden: Float[Array, "S E"], num_rows: Int[Array, ""]
+    spec: ModelSpec,
+    backend: Backend,
+    params: Params,
+    hidden: Float[Array, "S E"],
+    num_rows: Int[Array, ""],
+    *,
+    deterministic: bool = False,
 ) -> Float[Array, "S V"]:
     """Logits; of the first ``num_rows`` rows at least."""
     if backend == "native":
         return native_models.apply_head(spec, params, hidden, num_rows)
-    return apply_head(spec, params, hidden)
+    return apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic))
+
+
+def compiler_options(*, deterministic: bool) -> dict[str, bool] | None:
+    """For every program of a step. On a GPU XLA picks kernels by timing them, another one in each process perhaps: then
+    it must take the first that works, and none that adds in the order of arrival."""
+    return {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
+
+
+def row_tiles(num_rows: Int[Array, ""], *, deterministic: bool) -> InTiles:
+    """How the model's row-wise parts are computed."""
+    if not deterministic:
+        return directly
+    return tiles_of(CPU_ROWS if jax.default_backend() == "cpu" else GPU_ROWS, num_rows)

@@ -22,7 +22,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -42,14 +42,15 @@ CONTENTS = "contents"
 
 
 class ProgramStore:
-    """Programs under ``directory``, of an engine that is made from ``parts`` (their repr counts).
+    """Programs under ``directory``, of an engine that is made from ``parts`` (their repr counts) and compiles them with
+    ``options``, which what is lowered doesn't tell.
 
     Whatever can't be read or written is as if it weren't there: the program is compiled, and a warning says why.
     Programs are pickles of machine code: the folder is as trusted as the code itself, and made for its owner only.
     """
 
-    def __init__(self, directory: Path, *parts: object):
-        self._surroundings = _digest(*_surroundings())
+    def __init__(self, directory: Path, *parts: object, options: Mapping[str, object] | None = None):
+        self._surroundings = _digest(*_surroundings(), options)
         self._folder = directory / _digest(self._surroundings, _source(), *parts)
         self._contents = directory / CONTENTS
         _listen()

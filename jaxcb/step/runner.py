@@ -28,7 +28,7 @@ from jaxcb.step.buckets import Bucket, Buckets
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job, compile_all
 from jaxcb.step.page_mover import PageMover
-from jaxcb.step.program import StepProgram
+from jaxcb.step.program import StepProgram, compiler_options
 from jaxcb.step.program_store import ProgramStore
 from jaxcb.step.samplers import Sampled, Samplers
 from pallas_kernels.metadata import Backend
@@ -80,7 +80,9 @@ class Runner:
         backend: Backend,
         *,
         processed_logprobs: bool = False,
+        deterministic: bool = False,
     ):
+        self._deterministic = deterministic
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
@@ -89,7 +91,9 @@ class Runner:
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
         self._processed_logprobs = processed_logprobs
-        self._samplers = Samplers(spec, backend, controls, logits_dtype, processed=processed_logprobs)
+        self._samplers = Samplers(
+            spec, backend, controls, logits_dtype, processed=processed_logprobs, deterministic=deterministic
+        )
         self._change: Compiled | None = None
         self._mover = PageMover(self._kv, shape.num_host_pages, backend, transfers=shape.transfers)
 
@@ -98,7 +102,8 @@ class Runner:
         kept (unless jax's switch for compilation caches, ``JAX_ENABLE_COMPILATION_CACHE``, is off)."""
         store = None
         if jax.config.values["jax_enable_compilation_cache"]:
-            store = ProgramStore(cache / "programs", *self._made_from())
+            options = compiler_options(deterministic=self._deterministic)
+            store = ProgramStore(cache / "programs", *self._made_from(), options=options)
             store.opened()
         compile_all(self._jobs(), store, progress=progress)
 
@@ -154,7 +159,8 @@ class Runner:
 
     def _made_from(self) -> Iterable[object]:
         """All that the programs depend on, beside the source and the machine."""
-        yield from (self.spec, self.shape, list(self.buckets), self.backend, self._processed_logprobs)
+        yield from (self.spec, self.shape, list(self.buckets), self.backend)
+        yield from (self._processed_logprobs, self._deterministic)
         yield jax.tree.map(_abstract, (self.params, self._kv, self._state))
 
     def _jobs(self) -> Iterable[Job]:
@@ -162,8 +168,9 @@ class Runner:
         params, kv, state = (jax.tree.map(_abstract, x) for x in (self.params, self._kv, self._state))
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.num_tokens):
             layout = self._layouts[bucket]
-            program = StepProgram(self.spec, layout, self.shape.page_size, self.backend)
-            forward = jax.jit(program.forward, donate_argnums=(1, 2))
+            program = StepProgram(self.spec, layout, self.shape.page_size, self.backend, self._deterministic)
+            options = compiler_options(deterministic=self._deterministic)
+            forward = jax.jit(program.forward, donate_argnums=(1, 2), compiler_options=options)
             upload = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
             yield Job(
                 f"forward {bucket}",

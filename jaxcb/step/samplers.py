@@ -17,14 +17,14 @@ from jaxcb.logprobs import Logprobs
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.sampling import Tier
-from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
+from jaxcb.sampling.logprobs import RowLogprobs
 from jaxcb.sampling_params import SamplingParams
 from jaxcb.scheduler import StepPlan
 from jaxcb.scheduler.sequence import Sequence
 from jaxcb.step.batch import SlotState, sample_size, set_controls
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job
-from jaxcb.step.program import prompt_logprobs, sample_step
+from jaxcb.step.program import compiler_options, prompt_logprobs, sample_step, token_logprobs
 from pallas_kernels.metadata import Backend
 
 PROMPT_ROWS = 64
@@ -68,13 +68,21 @@ class Samplers:
     Arguments:
         logits_dtype: of logits and hidden states.
         processed: log-probabilities are those after every change of the logits, in place of the model's own.
+        deterministic: a row's bits don't depend on the other rows.
     """
 
     def __init__(
-        self, spec: ModelSpec, backend: Backend, controls: ControlLayout, logits_dtype: Any, *, processed: bool
+        self,
+        spec: ModelSpec,
+        backend: Backend,
+        controls: ControlLayout,
+        logits_dtype: Any,
+        *,
+        processed: bool,
+        deterministic: bool,
     ):
         self._spec, self._backend, self._controls = spec, backend, controls
-        self._dtype, self._processed = logits_dtype, processed
+        self._dtype, self._processed, self._deterministic = logits_dtype, processed, deterministic
         self._sample: dict[tuple[int, Tier], Compiled] = {}
         self._logprobs: dict[tuple[int, bool], Compiled] = {}
         self._prompt: dict[tuple[int, bool], Compiled] = {}
@@ -86,25 +94,32 @@ class Samplers:
         self, params: Params, state: SlotState, row_counts: Iterable[int], mixed_tokens: Iterable[int]
     ) -> Iterable[Job]:
         """Every program. The arguments are abstract."""
-        V, array = self._spec.vocab_size, jax.ShapeDtypeStruct
+        V, array, fixed = self._spec.vocab_size, jax.ShapeDtypeStruct, self._deterministic
+        count, options = array((), jnp.int32), compiler_options(deterministic=fixed)
         for S in row_counts:
             logits, ids = array((S, V), self._dtype), array((S,), jnp.int32)
             part = array((sample_size(S),), jnp.int32)
             for tier in Tier:
-                step = functools.partial(sample_step, tier=tier, keep_logits=self._processed)
-                name = f"sample {tier.name.lower()} {S}"
-                yield _job(name, jax.jit(step, donate_argnums=0), (state, logits, part), self._sample, (S, tier))
+                step = functools.partial(sample_step, tier=tier, keep_logits=self._processed, deterministic=fixed)
+                program = jax.jit(step, donate_argnums=0, compiler_options=options)
+                yield _job(f"sample {tier.name.lower()} {S}", program, (state, logits, part), self._sample, (S, tier))
             kept = array((S, V), jnp.float32 if self._processed else self._dtype)
             for every in (False, True):
-                program = jax.jit(functools.partial(row_logprobs, every=every))
-                yield _job(_logprobs_name("logprobs", every, S), program, (kept, ids), self._logprobs, (S, every))
+                program = jax.jit(
+                    functools.partial(token_logprobs, every=every, deterministic=fixed), compiler_options=options
+                )
+                name = _logprobs_name("logprobs", every, S)
+                yield _job(name, program, (kept, ids, count), self._logprobs, (S, every))
         for T in mixed_tokens:
             hidden = array((T, self._spec.hidden_size), self._dtype)
             rows = array((PROMPT_ROWS,), jnp.int32)
             for every in (False, True):
-                program = jax.jit(functools.partial(prompt_logprobs, self._spec, self._backend, every=every))
+                logprobs = functools.partial(prompt_logprobs, self._spec, self._backend)
+                program = jax.jit(
+                    functools.partial(logprobs, every=every, deterministic=fixed), compiler_options=options
+                )
                 name = _logprobs_name("prompt logprobs", every, T)
-                yield _job(name, program, (params, hidden, rows, rows), self._prompt, (T, every))
+                yield _job(name, program, (params, hidden, rows, rows, count), self._prompt, (T, every))
         setter = jax.jit(functools.partial(set_controls, layout=self._controls), donate_argnums=0)
         slot, row = array((), jnp.int32), array((self._controls.size,), jnp.int32)
         keep = functools.partial(setattr, self, "_set_controls")
@@ -146,7 +161,8 @@ class Samplers:
             if row.samples and (count := row.sequence.request.sampling.logprobs) is not None
         }
         source = logits if drawn_from is None else drawn_from
-        logprobs = {every: self._logprobs[S, every](source, token_ids) for every in asked}
+        num_rows = np.int32(len(plan.rows))
+        logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in asked}
         prompt = [] if hidden is None else list(self._prompt_pieces(params, hidden, plan))
         for array in jax.tree.leaves((token_ids, logprobs, [piece.values for piece in prompt])):
             array.copy_to_host_async()
@@ -166,7 +182,9 @@ class Samplers:
                     token_ids = list(prompt[start + 1 : start + 1 + count])
                     targets[:count] = token_ids
                     program = self._prompt[hidden.shape[0], wanted < 0]
-                    yield PromptPiece(sequence, start, token_ids, program(params, hidden, rows, targets))
+                    yield PromptPiece(
+                        sequence, start, token_ids, program(params, hidden, rows, targets, np.int32(count))
+                    )
             offset += row.num_tokens
 
 

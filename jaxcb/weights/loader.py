@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ class LoadedModel:
     spec: ModelSpec
     params: Params
     tokenizer: Tokenizer
+    sampling_defaults: Mapping[str, Any]
+    """Fields of SamplingParams for what a request leaves out."""
 
 
 def load(config: EngineConfig) -> LoadedModel:
@@ -44,6 +47,7 @@ def load(config: EngineConfig) -> LoadedModel:
     """
     files = resolve(config.model, config.revision)
     spec = files.read_spec()
+    defaults = files.read_sampling_defaults(config.generation_config)
     tokenizer = Tokenizer.from_dir(files.directory)
     dtype = config.dtype
     if dtype == "auto":
@@ -51,7 +55,7 @@ def load(config: EngineConfig) -> LoadedModel:
     params = load_params(files, spec, jnp.dtype(dtype))
     if config.quantization is not None:
         params = quantize(params)
-    return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer)
+    return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer, sampling_defaults=defaults)
 
 
 def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat16"]:

@@ -14,6 +14,7 @@ from jaxcb import cache
 from jaxcb.errors import ModelError
 from jaxcb.models.spec import ModelSpec
 from jaxcb.weights import builtin, gguf
+from jaxcb.weights.generation import sampling_defaults
 
 ORBAX_FOLDER = "orbax"
 """Folder with the params of a directory that ``python -m jaxcb.weights convert`` wrote."""
@@ -40,12 +41,27 @@ class ModelFiles:
             ModelError: ``config.json`` is missing, damaged or describes something that isn't supported.
         """
         config = _read_json(self.directory / "config.json")
-        generation_file = self.directory / "generation_config.json"
-        generation = _read_json(generation_file) if generation_file.is_file() else None
         try:
-            return ModelSpec.from_hf_config(config, generation)
+            return ModelSpec.from_hf_config(config, _read_generation_config(self.directory))
         except ModelError as error:
             raise ModelError(f"{self.directory}: {error}") from error
+
+    def read_sampling_defaults(self, choice: str) -> dict[str, Any]:
+        """Fields of SamplingParams by ``EngineConfig.generation_config``: "auto", "none" or another directory.
+
+        Raises:
+            ModelError: the directory has no ``generation_config.json``, or the file has impossible values.
+        """
+        if choice == "none":
+            return {}
+        directory = self.directory if choice == "auto" else Path(choice).expanduser()
+        found = _read_generation_config(directory)
+        if found is None and choice != "auto":
+            raise ModelError(f"{directory} has no generation_config.json; other choices are auto and none")
+        try:
+            return sampling_defaults(found or {})
+        except ModelError as error:
+            raise ModelError(f"{directory}: {error}") from error
 
 
 def resolve(model: str | os.PathLike[str] | None, revision: str | None = None) -> ModelFiles:
@@ -113,6 +129,11 @@ def _hub_snapshot(model: str, revision: str | None) -> Path:
         raise ModelError(
             f"there is no directory {model!r} here, and the hub gave no model {model!r}{at}: {reason}"
         ) from error
+
+
+def _read_generation_config(directory: Path) -> dict[str, Any] | None:
+    file = directory / "generation_config.json"
+    return _read_json(file) if file.is_file() else None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

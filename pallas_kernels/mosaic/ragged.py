@@ -74,10 +74,12 @@ def ragged_paged_attention(
             interpret=_interpreter() if interpret is True else interpret or None,
         )
         q = _unpack(chunks, q, work.tiles)
+    assert work.splits is not None, "one_path is refused for this backend"
     return triton.attend_single_tokens(
         q,
         kv_pages,
         work,
+        work.splits,
         layer=layer,
         num_layers=num_layers,
         scale=scale,

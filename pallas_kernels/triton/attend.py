@@ -104,11 +104,20 @@ def attend(
     end: Int32[Array, ""],
     whole_until: Int32[Array, ""] | None,
     query_position: Int32[Array, " rows"],
+    oldest: Int32[Array, ""] | None = None,
 ) -> Softmax:
     """Weigh positions ``begin`` to ``end`` of a sequence. Positions before ``whole_until`` are seen by every row: the
-    blocks before it run without masks. None: all blocks run with them."""
+    blocks before it run without masks. None: all blocks run with them. Those before ``oldest`` are not read."""
     step = functools.partial(
-        _attend_block, q, kv, shape, sequence=sequence, kv_head=kv_head, begin=begin, query_position=query_position
+        _attend_block,
+        q,
+        kv,
+        shape,
+        sequence=sequence,
+        kv_head=kv_head,
+        begin=begin,
+        oldest=oldest,
+        query_position=query_position,
     )
     whole: int | Array = 0
     if whole_until is not None:
@@ -132,12 +141,15 @@ def _attend_block(
     sequence: Int32[Array, ""],
     kv_head: Int32[Array, ""],
     begin: Int32[Array, ""],
+    oldest: Int32[Array, ""] | None,
     end: Int32[Array, ""] | None,
     query_position: Int32[Array, " rows"],
 ) -> Softmax:
     """One block; ``end`` None: all its positions are there and seen by all rows."""
     position = begin + i * shape.block + jnp.arange(shape.block)
     real = None if end is None else position < end
+    if real is not None and oldest is not None:
+        real &= position >= oldest
     page = _load(kv.tables, (sequence, position // shape.page_size), real)
     keys_page, offset = page * (2 * shape.num_layers) + 2 * kv.layer[0], position % shape.page_size
     keys, key_scales = _rows(kv, shape, keys_page, offset, kv_head, real)

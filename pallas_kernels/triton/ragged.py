@@ -19,7 +19,7 @@ from pallas_kernels.pages import KVPages, QuantizedPages, values_of
 from pallas_kernels.triton.attend import Geometry, KVRefs, attend, finish, geometry, start
 from pallas_kernels.triton.decode import attend_decodes
 from pallas_kernels.triton.tiles import TileShape, block_of
-from pallas_kernels.triton.work import QueryTiles, TritonWork
+from pallas_kernels.triton.work import DecodeSplits, QueryTiles, TritonWork
 
 
 def ragged_paged_attention(
@@ -50,7 +50,7 @@ def ragged_paged_attention(
     }
     if work.tiles is not None:
         q = attend_chunks(q, kv_pages, work, work.tiles, **options)
-    return attend_single_tokens(q, kv_pages, work, **options)
+    return q if work.splits is None else attend_single_tokens(q, kv_pages, work, work.splits, **options)
 
 
 def attend_chunks(
@@ -66,7 +66,7 @@ def attend_chunks(
     """q with the rows of chunks replaced by their attention, and those of padding by 0."""
     kv, shape = _prepare(q, kv_pages, work, work.tile, interpret=interpret, **options)
     return pl.pallas_call(
-        functools.partial(_kernel, shape=shape),
+        functools.partial(_kernel, shape=shape, one_path=work.splits is None),
         grid=(tiles.sequence.shape[0], values_of(kv_pages).shape[2]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={0: 0},  # a tile reads its rows of q before it writes them: no second buffer
@@ -80,6 +80,7 @@ def attend_single_tokens(
     q: Float[Array, "T H D"],
     kv_pages: KVPages,
     work: TritonWork,
+    splits: DecodeSplits,
     *,
     sinks: Float[Array, " H"] | None,
     interpret: bool,
@@ -88,7 +89,7 @@ def attend_single_tokens(
     """q with the rows of decodes replaced by their attention."""
     kv, shape = _prepare(q, kv_pages, work, work.decode_tile, interpret=interpret, **options)
     num_kv_heads = values_of(kv_pages).shape[2]
-    return attend_decodes(q, kv, work.splits, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret)
+    return attend_decodes(q, kv, splits, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret)
 
 
 def _prepare(
@@ -126,8 +127,14 @@ def _prepare(
     return kv, shape
 
 
-def _kernel(q_ref: Any, kv: KVRefs, tiles: Any, sinks_ref: Any | None, out_ref: Any, *, shape: Geometry) -> None:
-    """One query tile and one KV head."""
+def _kernel(
+    q_ref: Any, kv: KVRefs, tiles: Any, sinks_ref: Any | None, out_ref: Any, *, shape: Geometry, one_path: bool
+) -> None:
+    """One query tile and one KV head.
+
+    With ``one_path`` blocks begin at multiples of their length, wherever the tile begins, and all run with masks: a
+    row's sums then have the same terms in the same order in any tile, what it may not see adding exact zeros.
+    """
     tile, kv_head = pl.program_id(0), pl.program_id(1)
     sequence = tiles.sequence[tile]
 
@@ -147,6 +154,7 @@ def _kernel(q_ref: Any, kv: KVRefs, tiles: Any, sinks_ref: Any | None, out_ref: 
         q = plgpu.load(q_ref.at[index], mask=mask, other=0.0).astype(shape.dtype)
         sink = None if sinks_ref is None else plgpu.load(sinks_ref.at[head], mask=in_tile, other=0.0)
         first_query = context - num_queries + first
+        oldest = jnp.int32(0) if shape.window is None else jnp.maximum(0, first_query - shape.window + 1)
         state = attend(
             q,
             kv,
@@ -154,9 +162,10 @@ def _kernel(q_ref: Any, kv: KVRefs, tiles: Any, sinks_ref: Any | None, out_ref: 
             shape,
             sequence=sequence,
             kv_head=kv_head,
-            begin=jnp.int32(0) if shape.window is None else jnp.maximum(0, first_query - shape.window + 1),
+            begin=oldest // shape.block * shape.block if one_path else oldest,
+            oldest=oldest if one_path else None,
             end=jnp.minimum(context, first_query + tokens),
-            whole_until=first_query + 1 if shape.window is None else None,
+            whole_until=first_query + 1 if shape.window is None and not one_path else None,
             query_position=context - num_queries + token,
         )
         plgpu.store(out_ref.at[index], finish(state).astype(out_ref.dtype), mask=mask)

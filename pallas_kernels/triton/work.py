@@ -12,7 +12,7 @@ head, tiles of 64 rows, splits of 256 positions.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ class TritonWork:
 
     Arguments:
         tiles: work of the sequences with several tokens, and the padding; None in a step of decodes alone.
-        splits: work of the sequences with one token.
+        splits: work of the sequences with one token; None where they are tiles too.
         block_tables: page numbers of the sequences.
         target: what the tile shapes were chosen for.
         tile: tile shape of the chunks.
@@ -81,7 +81,7 @@ class TritonWork:
     """
 
     tiles: QueryTiles | None
-    splits: DecodeSplits
+    splits: DecodeSplits | None
     block_tables: Int32[Array, "S P"]
     target: Target = dataclasses.field(metadata={"static": True})
     tile: TileShape = dataclasses.field(metadata={"static": True})
@@ -100,12 +100,22 @@ def triton_work(
     window: int | None,
     decode_only: bool,
     target: Target,
+    one_path: bool = False,
     rows: int | None = None,
 ) -> TritonWork:
     """Cut a step into tiles and splits. ``rows`` of a query tile; None: what the tile table says."""
     group = num_heads // num_kv_heads
     tile = tile_shape(target, head_dim, group, decode=False)
     tile = tile if rows is None else tile._replace(rows=rows)
+    shared: dict[str, Any] = {
+        "block_tables": block_tables,
+        "target": target,
+        "tile": tile,
+        "decode_tile": tile_shape(target, head_dim, group, decode=True),
+    }
+    if one_path:
+        tiles = query_tiles(query_starts, context_lens, num_tokens, tile.rows // group, one_path=True)
+        return TritonWork(tiles=tiles, splits=None, **shared)
     if decode_only:
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
         is_decode = jnp.ones(num_tokens, bool)  # padding rows too: theirs is the program that writes zeros
@@ -117,21 +127,25 @@ def triton_work(
         splits=decode_splits(
             tokens, is_decode, context_lens, window, num_splits=-(-PROGRAMS_A_CORE * target.num_cores // num_kv_heads)
         ),
-        block_tables=block_tables,
-        target=target,
-        tile=tile,
-        decode_tile=tile_shape(target, head_dim, group, decode=True),
+        **shared,
     )
 
 
 def query_tiles(
-    query_starts: Int32[Array, " S_plus_1"], context_lens: Int32[Array, " S"], num_tokens: int, tokens: int
+    query_starts: Int32[Array, " S_plus_1"],
+    context_lens: Int32[Array, " S"],
+    num_tokens: int,
+    tokens: int,
+    *,
+    one_path: bool = False,
 ) -> QueryTiles:
-    """Cut chunks and padding into tiles of ``tokens`` tokens."""
+    """Cut chunks and padding into tiles of ``tokens`` tokens; with ``one_path`` single tokens too."""
     starts = jnp.append(query_starts, jnp.int32(num_tokens))
     queries = starts[1:] - starts[:-1]
-    is_decode = (queries == 1).at[-1].set(False)
-    counts = jnp.where(is_decode, 0, -(-queries // tokens))
+    counts = -(-queries // tokens)
+    if not one_path:
+        is_decode = (queries == 1).at[-1].set(False)
+        counts = jnp.where(is_decode, 0, counts)
     # A sequence fills tiles but for its last one, and no tile is without a token.
     size = min(num_tokens, num_tokens // tokens + counts.shape[0])
     sequence, number = _enumerate(counts, size)

@@ -20,14 +20,17 @@ def attend_chunks(
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "T H D"]:
-    """Attention of the (scaled) query tokens of chunks; 0 for the tokens of decodes and for padding."""
+    """Attention of the (scaled) query tokens of chunks; 0 for the tokens of decodes and for padding.
+
+    Blocks begin at multiples of BLOCK and are folded from first to last, and what a token may not see adds exact zeros:
+    so its bits depend on the shape of a tile, and on nothing else.
+    """
     num_tokens, num_heads, head_dim = q.shape
-    rows = chunk_rows(num_tokens)
+    rows = chunk_rows(num_tokens, one_path=work.decodes is None)
     by_head = (kv.num_heads, rows * num_heads // kv.num_heads)  # a KV head's products: token x group rows at once
     token_of_row = jnp.arange(by_head[1], dtype=jnp.int32) * kv.num_heads // num_heads
     token = jnp.arange(rows, dtype=jnp.int32)
     padded_q = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))  # the last tile's slice isn't clamped
-    blocks = work.pages.shape[0] // work.decodes.token_of.shape[0]
 
     def attend_tile(i, out):
         sequence, start, end, context = (x[i] for x in tiles[:4])
@@ -40,7 +43,7 @@ def attend_chunks(
         def attend_block(j, carry):
             weighted, peak, total = carry
             position = j * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-            pages = work.pages[sequence * blocks + j]
+            pages = work.pages[sequence, j]
             keys, values = (
                 x.reshape(BLOCK, kv.num_heads, head_dim).swapaxes(0, 1)
                 for x in kv.read(pages, (position >= oldest) & (position < context))

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.xla.blocks import MASKED, LayerKV, capped, normalised
-from pallas_kernels.xla.work import BLOCK, MAX_GROUP, WorkLists
+from pallas_kernels.xla.work import BLOCK, MAX_GROUP, DecodeItems, WorkLists
 
 GROUP_BYTES = 2**19
 """Most bytes of keys that an iteration gathers: they should still be cached when the product reads them. Measured at 32
@@ -21,10 +21,16 @@ BLOCK_DIAGONAL_HEADS = 4
 
 
 def attend_decodes(
-    q: Float[Array, "S H D"], kv: LayerKV, work: WorkLists, *, soft_cap: float | None, sinks: Float[Array, " H"] | None
+    q: Float[Array, "S H D"],
+    kv: LayerKV,
+    work: WorkLists,
+    items: DecodeItems,
+    *,
+    soft_cap: float | None,
+    sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "S H D"]:
     """Attention of one (scaled) query token for each sequence; anything finite for sequences that aren't decodes."""
-    items = work.decodes
+    pages = work.pages.reshape(-1, work.pages.shape[2])
     num_seqs, num_heads, head_dim = q.shape
     group = _group_size(num_seqs, BLOCK * kv.num_heads * head_dim * kv.dtype.itemsize)
     position = jnp.arange(BLOCK, dtype=jnp.int32)
@@ -34,7 +40,7 @@ def attend_decodes(
         weighted, peak, total = carry
         sequence, block, rank, begin, end = (lax.dynamic_slice_in_dim(x, i * group, group) for x in items[:5])
         real = (position >= begin[:, None]) & (position < end[:, None])
-        keys, values = kv.read(work.pages[block], real)
+        keys, values = kv.read(pages[block], real)
         scores = jnp.where(real[:, None], capped(_scores(q[sequence], keys, kv.num_heads), soft_cap), MASKED)
         item_peak = scores.max(-1)
         weights = jnp.exp(scores - item_peak[..., None])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -29,10 +31,14 @@ def ragged_paged_attention(
     dtype = q.dtype if isinstance(kv_pages, QuantizedPages) else jnp.promote_types(q.dtype, stored_dtype(kv_pages))
     kv = LayerKV(pages=kv_pages, layer=layer, num_layers=num_layers, dtype=dtype)
     scaled = (q.astype(jnp.float32) * scale).astype(dtype)
-    token = work.decodes.token_of
+    options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks}
     if work.chunks is None:
-        decoded = attend_decodes(scaled, kv, work, soft_cap=soft_cap, sinks=sinks)
-        return jnp.where((token < q.shape[0])[:, None, None], decoded, 0).astype(q.dtype)
-    out = attend_chunks(scaled, kv, work, work.chunks, window=window, soft_cap=soft_cap, sinks=sinks)
-    decoded = attend_decodes(scaled.at[token].get(mode="clip"), kv, work, soft_cap=soft_cap, sinks=sinks)
-    return out.at[token].set(decoded, mode="drop").astype(q.dtype)
+        assert work.decodes is not None  # a step has one of the two at least
+        decoded = attend_decodes(scaled, kv, work, work.decodes, **options)
+        return jnp.where((work.decodes.token_of < q.shape[0])[:, None, None], decoded, 0).astype(q.dtype)
+    out = attend_chunks(scaled, kv, work, work.chunks, window=window, **options)
+    if work.decodes is not None:
+        token = work.decodes.token_of
+        decoded = attend_decodes(scaled.at[token].get(mode="clip"), kv, work, work.decodes, **options)
+        out = out.at[token].set(decoded, mode="drop")
+    return out.astype(q.dtype)

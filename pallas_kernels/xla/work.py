@@ -20,6 +20,8 @@ BLOCK = 128
 block is loop overhead, half of a longer one is padding of short contexts."""
 CHUNK_ROWS = 64
 """Most query tokens in a chunk tile. 128 is a tenth faster on one long prompt and half as fast on prompts of 50."""
+ONE_PATH_ROWS = 8
+"""The same where single tokens fill tiles of their own: most of such a tile is padding."""
 MAX_GROUP = 8
 """Most decode items that one iteration takes."""
 
@@ -73,19 +75,19 @@ class WorkLists(NamedTuple):
     """Everything the xla backend does in a step.
 
     Arguments:
-        pages: the block tables cut into blocks: row ``s * blocks + b`` holds the pages of block b of sequence s.
-        decodes: work of the sequences with one token.
+        pages: the block tables cut into blocks: the pages of each.
+        decodes: work of the sequences with one token; None where they are chunks too.
         chunks: work of the others; None in a step of decodes alone.
     """
 
-    pages: Int32[Array, "S_times_blocks pages_per_block"]
-    decodes: DecodeItems
+    pages: Int32[Array, "S blocks pages_per_block"]
+    decodes: DecodeItems | None
     chunks: ChunkTiles | None
 
 
-def chunk_rows(num_tokens: int) -> int:
-    """Query tokens in a chunk tile of a bucket of ``num_tokens``."""
-    return min(CHUNK_ROWS, num_tokens)
+def chunk_rows(num_tokens: int, *, one_path: bool) -> int:
+    """Query tokens in a chunk tile of a bucket of ``num_tokens``; the same in every bucket with ``one_path``."""
+    return ONE_PATH_ROWS if one_path else min(CHUNK_ROWS, num_tokens)
 
 
 def work_lists(
@@ -97,11 +99,16 @@ def work_lists(
     page_size: int,
     window: int | None,
     decode_only: bool,
+    one_path: bool = False,
 ) -> WorkLists:
     """Cut a step into decode items and chunk tiles."""
-    per_block = BLOCK // page_size
-    pages = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % per_block))).reshape(-1, per_block)
-    blocks = pages.shape[0] // context_lens.shape[0]
+    num_seqs, per_block = context_lens.shape[0], BLOCK // page_size
+    pages = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % per_block)))
+    pages = pages.reshape(num_seqs, -1, per_block)
+    blocks = pages.shape[1]
+    if one_path:
+        tiles = _chunk_tiles(query_starts, context_lens, num_tokens, one_path=True)
+        return WorkLists(pages=pages, decodes=None, chunks=tiles)
     if decode_only:
         token_of = jnp.where(context_lens > 0, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
         return WorkLists(
@@ -111,7 +118,7 @@ def work_lists(
     return WorkLists(
         pages=pages,
         decodes=_decode_items(token_of, num_tokens, context_lens, blocks, window),
-        chunks=_chunk_tiles(query_starts, context_lens, num_tokens),
+        chunks=_chunk_tiles(query_starts, context_lens, num_tokens, one_path=False),
     )
 
 
@@ -137,11 +144,11 @@ def _decode_items(
 
 
 def _chunk_tiles(
-    query_starts: Int32[Array, " S_plus_1"], context_lens: Int32[Array, " S"], num_tokens: int
+    query_starts: Int32[Array, " S_plus_1"], context_lens: Int32[Array, " S"], num_tokens: int, *, one_path: bool
 ) -> ChunkTiles:
-    rows = chunk_rows(num_tokens)
+    rows = chunk_rows(num_tokens, one_path=one_path)
     starts, ends = query_starts[:-1], query_starts[1:]
-    counts = jnp.where(ends - starts > 1, -(-(ends - starts) // rows), 0)
+    counts = jnp.where(ends - starts > (0 if one_path else 1), -(-(ends - starts) // rows), 0)
     most = -(-num_tokens // rows)
     sequence, number, _ = _enumerate(counts, most=most, size=most + starts.shape[0])
     return ChunkTiles(

@@ -51,11 +51,13 @@ class Batch:
         soft_cap: float | None = None,
         scale: float | None = None,
         traced_layer: bool = False,
+        one_path: bool = False,
     ) -> np.ndarray:
         """The backend's output; triton runs in interpret mode. Batches of equal shapes share one compiled function."""
         layer = jnp.int32(self.layer) if traced_layer else self.layer
         attend = _ATTEND[backend, traced_layer]
-        return np.asarray(attend(*self.arrays, layer=layer, scale=scale, soft_cap=soft_cap, **self._options(backend)))
+        options = self._options(backend) | {"one_path": one_path}
+        return np.asarray(attend(*self.arrays, layer=layer, scale=scale, soft_cap=soft_cap, **options))
 
     def compiled(self, backend: Backend) -> jax.stages.Compiled:
         """The compiled function."""
@@ -94,6 +96,7 @@ def attend(
     soft_cap: float | None,
     decode_only: bool,
     backend: Backend,
+    one_path: bool = False,
     interpret: bool = True,
     target: str | None = None,
 ) -> jax.Array:
@@ -110,6 +113,7 @@ def attend(
         head_dim=q.shape[2],
         window=window,
         decode_only=decode_only,
+        one_path=one_path,
         backend=backend,
         target=target,
     )
@@ -128,7 +132,7 @@ def attend(
     )
 
 
-_STATIC = ("num_layers", "scale", "window", "soft_cap", "decode_only", "backend")
+_STATIC = ("num_layers", "scale", "window", "soft_cap", "decode_only", "backend", "one_path")
 _FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
 """For kernels in the interpreter: they are large programs that run once."""
 _ATTEND = {

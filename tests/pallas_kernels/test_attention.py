@@ -22,8 +22,8 @@ BUCKET: dict[str, Any] = {"num_tokens": 200, "num_seqs": 7, "table_width": 90, "
 """Batches of one bucket share a compiled function, and compiling is what these tests spend their time on."""
 
 
-def assert_matches_reference(batch: Batch, backend: str, **options: float) -> None:
-    got, want = batch.attend(backend, **options), batch.expected(**options)
+def assert_matches_reference(batch: Batch, backend: str, *, one_path: bool = False, **options: float) -> None:
+    got, want = batch.attend(backend, one_path=one_path, **options), batch.expected(**options)
     assert got.dtype == batch.q.dtype
     assert relative_error(got, want) < TOLERANCE[str(batch.q.dtype)]
     assert not got[batch.query_starts[-1] :].any(), "padding tokens give 0"

@@ -33,7 +33,7 @@ def lists(*, window=None, decode_only=False, contexts=CONTEXTS, queries=QUERIES,
 
 def decode_items(work):
     """The real items as (sequence, block in the sequence, begin, end, rank)."""
-    items, blocks = work.decodes, work.pages.shape[0] // len(CONTEXTS)
+    items, blocks = work.decodes, work.pages.shape[1]
     rows = zip(*(np.asarray(x)[: int(items.num_items)].tolist() for x in items[:5]), strict=True)
     return [(s, block - s * blocks, begin, min(end, BLOCK), rank) for s, block, rank, begin, end in rows]
 
@@ -70,9 +70,9 @@ def test_padding_items_hold_no_position_and_a_rank_of_their_own():
 @pytest.mark.parametrize("page_size", [8, 128])
 def test_blocks_hold_the_pages_of_their_positions(page_size):
     work = lists(page_size=page_size, width=3 * BLOCK // page_size + 1)
-    assert work.pages.shape == (6 * 4, BLOCK // page_size)
+    assert work.pages.shape == (6, 4, BLOCK // page_size)
     width = 3 * BLOCK // page_size + 1
-    assert work.pages[4 + 1, 0] == width + BLOCK // page_size
+    assert work.pages[1, 1, 0] == width + BLOCK // page_size
 
 
 def test_chunk_tiles_cover_the_tokens_of_longer_queries():

@@ -38,6 +38,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return [ord(char) for char in text]
 
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **_: Any) -> list[int]:
         if self.chat_template == "raise":
             raise RequestError("the template refused", param="messages")
@@ -128,6 +131,7 @@ class FakeStream:
             index=self._index,
             logprobs_parts=None if self._asked is None else self._logprobs(self._ids),
             new_logprobs_parts=None if self._asked is None else self._logprobs(ids),
+            prompt_logprobs=self._prompt_logprobs(),
             **more,
         )
 
@@ -135,12 +139,17 @@ class FakeStream:
     def _asked(self) -> int | None:
         return 0 if self.request.sampling.best_of else self.request.sampling.logprobs
 
-    def _logprobs(self, ids: list[int]) -> list[Logprobs]:
+    def _prompt_logprobs(self) -> Logprobs | None:
+        asked = self.request.sampling.prompt_logprobs
+        return None if asked is None else self._logprobs(list(self.request.prompt_token_ids[1:]), asked)[0]
+
+    def _logprobs(self, ids: list[int], asked: int | None = None) -> list[Logprobs]:
         """Each token has -1, and -2 in a choice of odd index; the next character is never drawn: -inf."""
+        asked = self._asked if asked is None else asked
         own = np.asarray(ids, np.int32)
         values = np.full(len(ids), -1.0 - self._index % 2, np.float32)
-        top = np.stack([own, own + 1], 1)[:, : self._asked]
-        top_values = np.stack([values, np.full_like(values, -np.inf)], 1)[:, : self._asked]
+        top = np.stack([own, own + 1], 1)[:, :asked]
+        top_values = np.stack([values, np.full_like(values, -np.inf)], 1)[:, :asked]
         return [Logprobs(own, values, np.ones_like(own), top, top_values)]
 
     def _end(self, reason: FinishReason) -> None:
@@ -160,6 +169,7 @@ class FakeEngine:
         num_waiting: int = 0,
         enable_prefix_caching: bool = True,
         policy: str = "fcfs",
+        sampling_defaults: dict[str, Any] | None = None,
     ):
         self.name = "fake-model"
         self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000)
@@ -177,6 +187,7 @@ class FakeEngine:
             policy=policy,
             backend="xla",
         )
+        self.sampling_defaults = sampling_defaults or {}
         self.healthy = True
         self.step_s = step_s
         self.num_waiting = num_waiting

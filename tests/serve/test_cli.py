@@ -24,7 +24,8 @@ def test_flags_reach_the_engines_settings() -> None:
     flags = (
         "--model m --revision r --dtype float32 --max-model-len 100 --max-num-seqs 4 --max-num-batched-tokens 64 "
         "--block-size 32 --num-kv-pages 10 --kv-cache-memory-bytes 2GiB --gpu-memory-utilization 0.5 "
-        "--no-enable-prefix-caching --no-run-ahead --max-waiting 7 --seed 9 --backend xla"
+        "--no-enable-prefix-caching --no-run-ahead --max-waiting 7 --seed 9 --backend xla "
+        "--deterministic --generation-config vllm"
     )
     config, _ = parse(flags.split())
     assert config == EngineConfig(
@@ -43,6 +44,8 @@ def test_flags_reach_the_engines_settings() -> None:
         max_waiting=7,
         seed=9,
         backend="xla",
+        deterministic=True,
+        generation_config="none",
     )
 
 

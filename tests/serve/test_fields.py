@@ -12,7 +12,7 @@ from jaxcb.request import SamplingParams
 from jaxcb.serve.app import make_app
 from jaxcb.serve.requests import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, SamplingFields
 
-from .fake_engine import FakeEngine
+from .fake_engine import MAX_MODEL_LEN, FakeEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BASE: dict[str, dict[str, Any]] = {
@@ -50,11 +50,33 @@ def test_unsupported_fields_are_refused_by_name(client: TestClient, engine: Fake
     assert not engine.requests
 
 
+@BOTH
+def test_what_is_left_out_is_the_model_s_default_and_what_is_sent_wins(path: str) -> None:
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 40}
+    engine = FakeEngine(sampling_defaults=defaults)
+    with TestClient(make_app(engine)) as client:
+        for sent in ({}, {"temperature": 0.0, "top_k": -1}, {"top_p": None, "max_tokens": 3}):
+            body = {name: value for name, value in BASE[path].items() if name != "max_tokens"} | sent
+            assert client.post(path, json=body).status_code == 200
+            given = {name: value for name, value in sent.items() if value is not None}
+            assert engine.requests[-1].sampling == SamplingParams(**{**defaults, **given})
+
+
+@BOTH
+def test_the_model_s_default_of_max_tokens_leaves_room_at_the_context_limit(path: str) -> None:
+    engine = FakeEngine(sampling_defaults={"max_tokens": 100_000})
+    with TestClient(make_app(engine)) as client:
+        body = {name: value for name, value in BASE[path].items() if name != "max_tokens"}
+        assert client.post(path, json=body).status_code == 200
+    request = engine.requests[-1]
+    assert request.sampling.max_tokens == MAX_MODEL_LEN - len(request.prompt_token_ids)
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
         (CHAT, {"n": True}),
-        (COMPLETIONS, {"echo": True}),
+        (CHAT, {"echo": True}),
         (COMPLETIONS, {"suffix": ""}),
         (CHAT, {"response_format": {"type": "json_object"}}),
         (CHAT, {"tool_choice": "required"}),

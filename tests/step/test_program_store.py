@@ -76,6 +76,12 @@ def test_other_parts_are_traced_anew_and_compiled_only_where_the_program_is_anot
     assert len(compiled) == 2
 
 
+def test_other_compiler_options_share_nothing(tmp_path, lowered, compiled):
+    for options in (None, {"xla_cpu_enable_fast_math": True}, None):
+        compile_all([job("a", 2, lowered, {})], ProgramStore(tmp_path, options=options), progress=False)
+    assert len(compiled) == 2
+
+
 def test_equal_programs_of_other_trees_are_kept_apart(tmp_path):
     row = jax.ShapeDtypeStruct((5,), jnp.float32)
     for names in (("product", "sum"), ("p", "s")):

@@ -1,0 +1,114 @@
+"""deterministic=True: tokens and log-probabilities of a request have the same bits in any company and on any way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from jaxcb.config import Backend
+from jaxcb.request import RequestOutput, SamplingParams
+from tests.engine.conftest import SPEC
+from tests.engine.run import complete
+
+pytestmark = pytest.mark.xdist_group("deterministic")  # the engines of this file are shared by its tests
+NUM_REQUESTS = 64
+KINDS = (
+    {"temperature": 0},
+    {"seed": 1},
+    {"seed": 2, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "temperature": 0.7},
+    {"seed": 3, "typical_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_n_sigma": 3.0},
+)
+"""Of each tier one."""
+SHAPE = {"max_model_len": 384, "deterministic": True}
+ALONE = SHAPE | {"max_num_seqs": 1, "max_num_batched_tokens": 320, "enable_prefix_caching": False, "run_ahead": False}
+TOGETHER = SHAPE | {"max_num_seqs": 64, "max_num_batched_tokens": 256}
+TIGHT = SHAPE | {"num_kv_pages": 26, "admission_watermark": 0.0, "max_num_batched_tokens": 40, "host_kv_gib": 0.05}
+"""Both kinds of preemption run the same programs: they are compiled once."""
+
+
+@pytest.fixture(scope="module", params=["xla", pytest.param("native", marks=pytest.mark.native)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return request.param
+
+
+def _prompts() -> list[list[int]]:
+    """Of 1 to 300 tokens; every third begins like the one before it."""
+    rng = np.random.default_rng(5)
+    lengths = [1, 16, 17, 300, 128, 129, *np.clip(np.exp(rng.normal(3.2, 1.0, NUM_REQUESTS - 6)), 1, 250).astype(int)]
+    prompts: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        ids = rng.integers(0, SPEC.vocab_size, length).tolist()
+        if i % 3 == 2:
+            shared = prompts[-1][: length - 1]
+            ids[: len(shared)] = shared
+        prompts.append(ids)
+    return prompts
+
+
+PROMPTS = _prompts()
+SAMPLING = [
+    SamplingParams(
+        max_tokens=4 + i % 23,
+        ignore_eos=True,
+        logprobs=5,
+        prompt_logprobs=3 if i % 8 == 1 else None,
+        **KINDS[i % len(KINDS)],
+    )
+    for i in range(NUM_REQUESTS)
+]
+
+
+def bits(output: RequestOutput) -> tuple[object, ...]:
+    """Everything that a request is told, floats by their bits."""
+    found = []
+    for logprobs in (output.logprobs, output.prompt_logprobs):
+        if logprobs is not None:
+            values = (logprobs.logprobs, logprobs.top_logprobs)
+            found += [tuple(np.ascontiguousarray(value).view(np.int32).ravel().tolist()) for value in values]
+            found += [tuple(logprobs.ranks.tolist()), tuple(logprobs.top_ids.ravel().tolist())]
+    return tuple(output.token_ids), *found
+
+
+def run(engine, indices: Sequence[int]) -> dict[int, tuple[object, ...]]:
+    outputs = complete(engine, [PROMPTS[i] for i in indices], [SAMPLING[i] for i in indices])
+    return {i: bits(output) for i, output in zip(indices, outputs, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def alone(make_engines) -> dict[int, tuple[object, ...]]:
+    engine = make_engines(**ALONE)
+    return {i: run(engine, [i])[i] for i in range(NUM_REQUESTS)}
+
+
+def test_batches_of_1_to_64_in_any_order(make_engines, alone):
+    """Answers of different lengths: a burst of 64 passes through smaller batches on its way out."""
+    engine = make_engines(**TOGETHER)
+    order = list(range(NUM_REQUESTS))
+    assert run(engine, order) == alone
+    random.Random(1).shuffle(order)
+    assert run(engine, order) == alone, "now with prefix hits"
+    assert engine.stats().prompt_tokens_cached > 500
+    start = 0
+    for size in (1, 2, 3, 7, 15, 36):
+        some = order[start : start + size]
+        assert run(engine, some) == {i: alone[i] for i in some}
+        start += size
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preemption": "recompute", "max_chunk_tokens": 17, "enable_prefix_caching": False},
+        {"preemption": "swap", "max_chunk_tokens": 33},
+    ],
+    ids=["recompute", "swap"],
+)
+def test_small_chunks_and_preemption(changes, make_engines, alone):
+    engine = make_engines(**TIGHT, **changes)
+    assert run(engine, range(NUM_REQUESTS)) == alone
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.swaps == (stats.preemptions if changes["preemption"] == "swap" else 0)
