@@ -8,9 +8,10 @@ from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.scheduler import SchedulerLimits, knob_values
 
-# GPUs pad two and four rows to eight anyway.
+# Chosen by python -m bench.padding: at most 16 programs, little padding. GPUs pad two and four rows to eight anyway.
 CPU_DECODE_BUCKETS, GPU_DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 8, 16, 32, 64, 128, 256)
-CPU_MIXED_BUCKETS, GPU_MIXED_BUCKETS = (64, 128, 256, 512, 1024, 2048), (256, 512, 1024, 2048, 4096)
+CPU_MIXED_BUCKETS = (64, 128, 256, 384, 512, 1024, 2048)
+GPU_MIXED_BUCKETS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 GPU_WORKSPACE_BYTES = 2**30
 """Left for temporaries of the compiled steps."""
 
@@ -56,6 +57,13 @@ def mixed_sizes(config: EngineConfig, num_tokens: int, *, on_cpu: bool) -> tuple
 def decode_sizes(config: EngineConfig, num_seqs: int, *, on_cpu: bool) -> tuple[int, ...]:
     """Compiled row counts below the largest, ``num_seqs``, of steps that only decode."""
     return _below(config.decode_buckets, CPU_DECODE_BUCKETS if on_cpu else GPU_DECODE_BUCKETS, num_seqs)
+
+
+def fills_exactly(config: EngineConfig, *, padding_costs: bool) -> bool:
+    """Whether chunks are trimmed to compiled sizes: as the config says, or where it saves something."""
+    if config.exact_fill is None:
+        return padding_costs and config.enable_chunked_prefill
+    return config.exact_fill
 
 
 def num_host_pages(config: EngineConfig, page_bytes: int) -> int:

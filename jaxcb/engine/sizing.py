@@ -20,6 +20,7 @@ from jaxcb.sizing import (
     BatchLimits,
     batch_limits,
     decode_sizes,
+    fills_exactly,
     mixed_sizes,
     num_host_pages,
     scheduler_limits,
@@ -57,6 +58,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
                 param="max_model_len",
             )
         max_model_len = capacity
+    backend = _backend(config, spec, dtype)
     return dataclasses.replace(
         config,
         dtype="bfloat16" if dtype == jnp.bfloat16 else "float32",
@@ -67,7 +69,8 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
         mixed_buckets=mixed_sizes(config, budget, on_cpu=on_cpu),
         num_kv_pages=pages,
         kv_cache_memory_bytes=pages * page_bytes,
-        backend=_backend(config, spec, dtype),
+        backend=backend,
+        exact_fill=fills_exactly(config, padding_costs=backend != "native"),
     )
 
 

@@ -45,7 +45,8 @@ class SchedulingKnobs:
         max_num_partial_prefills: most sequences whose prompt is partly computed. None: the budget alone limits them.
         long_prefill_token_threshold: one sequence with more tokens to compute is served at a time, and takes at most so
             many a step while shorter ones want some: these get past it. None: half the token budget; 0: off.
-        exact_fill: trim the last chunk so that a step fills a compiled size exactly and computes no padding.
+        exact_fill: trim the last chunk so that a step fills a compiled size exactly and computes no padding. None: the
+            engine does where padding is computed, which the native CPU kernels skip; the scheduler alone doesn't.
         itl_target_ms: time between tokens to hold. The step-time model fitted to the last steps then limits how many
             prompt tokens share a step with decodes. None: the budget alone limits them.
         waiting_served_ratio: admit only once waiting requests are this part of the running ones (TGI); 0: always.
@@ -78,7 +79,7 @@ class SchedulingKnobs:
     max_chunk_tokens: int | None = None
     max_num_partial_prefills: int | None = None
     long_prefill_token_threshold: int | None = None
-    exact_fill: bool = False
+    exact_fill: bool | None = None
     itl_target_ms: float | None = None
     waiting_served_ratio: float = 0.0
     max_waiting_steps: int = 20
@@ -95,7 +96,8 @@ class SchedulingKnobs:
         _one_of(self, "preemption", get_args(Preemption))
         _one_of(self, "victim", get_args(Victim))
         for name in ("prefill_first", "enable_chunked_prefill", "exact_fill"):
-            validation.boolean(name, getattr(self, name), error=ConfigError)
+            if name != "exact_fill" or self.exact_fill is not None:
+                validation.boolean(name, getattr(self, name), error=ConfigError)
         for name in ("max_overtakes", "max_waiting_steps", "max_chunk_tokens", "max_num_partial_prefills"):
             _integer(self, name, low=1)
         for name in ("max_passes", "long_prefill_token_threshold"):

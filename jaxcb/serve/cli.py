@@ -165,7 +165,7 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     for name in ("overtakes", "passes", "chunk-tokens", "num-partial-prefills", "waiting-steps"):
         rare(f"--max-{name}", type=int)
     rare("--prefill-first", action="store_true")
-    rare("--exact-fill", action="store_true")
+    rare("--exact-fill", action=argparse.BooleanOptionalAction)
     rare("--no-enable-chunked-prefill", action="store_false", dest="enable_chunked_prefill")
 
 

@@ -18,6 +18,7 @@ from jaxcb.sim.simulator import Placement, Simulation
 from jaxcb.sim.sizing import bucket_padding, limits_on
 from jaxcb.sim.step_time import BFLOAT16_BYTES, StepTimeModel
 from jaxcb.sim.trace import TraceRequest
+from jaxcb.sizing import fills_exactly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ def cluster_of(
 
 def own_cluster(machine: Machine, config: EngineConfig) -> Cluster:
     """This engine on each card, with its compiled sizes: a step computes the padding of the one that it runs in."""
+    config = dataclasses.replace(config, exact_fill=fills_exactly(config, padding_costs=True))
     spec = _spec(machine.model, machine.gpu, config)
     spec = dataclasses.replace(spec, padding=bucket_padding(config, spec.limits))
     return Cluster(gpus=(machine.gpu,) * machine.num_gpus, specs=(spec,) * machine.num_gpus, placement=None)

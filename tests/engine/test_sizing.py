@@ -1,0 +1,48 @@
+import pytest
+
+from jaxcb.config import EngineConfig
+from jaxcb.errors import ConfigError
+from jaxcb.sizing import (
+    CPU_DECODE_BUCKETS,
+    CPU_MIXED_BUCKETS,
+    GPU_DECODE_BUCKETS,
+    GPU_MIXED_BUCKETS,
+    batch_limits,
+    decode_sizes,
+    fills_exactly,
+    mixed_sizes,
+)
+from tests.engine.conftest import MakeEngine
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "filled"),
+    [
+        ("xla", None, True),
+        pytest.param("native", None, False, marks=pytest.mark.native),
+        ("xla", False, False),
+        pytest.param("native", True, True, marks=pytest.mark.native),
+    ],
+)
+def test_chunks_are_trimmed_where_padding_costs_something_unless_told(make_engine: MakeEngine, backend, asked, filled):
+    engine = make_engine(backend=backend, exact_fill=asked)
+    assert engine.config.exact_fill is filled
+    assert engine._scheduler.limits.exact_fill is filled
+
+
+def test_whole_prompts_are_not_trimmed():
+    assert not fills_exactly(EngineConfig(enable_chunked_prefill=False), padding_costs=True)
+    with pytest.raises(ConfigError, match="exact_fill"):
+        EngineConfig(enable_chunked_prefill=False, exact_fill=True)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_an_engine_with_default_settings_has_at_most_16_forward_programs(on_cpu):
+    config = EngineConfig()
+    batch = batch_limits(config, 8192, on_cpu=on_cpu)
+    decode = decode_sizes(config, batch.num_seqs, on_cpu=on_cpu)
+    mixed = mixed_sizes(config, batch.num_tokens, on_cpu=on_cpu)
+    assert len(decode) + 1 + len(mixed) + 1 <= 16
+    assert max(decode) < batch.num_seqs and max(mixed) < batch.num_tokens
+    assert set(decode) <= {*CPU_DECODE_BUCKETS, *GPU_DECODE_BUCKETS}
+    assert set(mixed) <= {*CPU_MIXED_BUCKETS, *GPU_MIXED_BUCKETS}
