@@ -17,6 +17,8 @@ Floats and the two halves of a 64-bit seed travel as their bits.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -28,16 +30,18 @@ from jaxtyping import Array, Int
 from jaxcb.sampling import Controls, Draws
 from jaxcb.sampling_params import MAX_FORBIDDEN_IDS
 from jaxcb.scheduler import StepPlan
+from jaxcb.scheduler.plan import IN_FLIGHT
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout, on_device
+from jaxcb.step.owners import DRAW_COLUMNS, SlotOwners
 
 CHANGES_PER_UPLOAD = 512
 """Block-table changes that a large upload carries; more of them (long prefix hits) take uploads of their own."""
 
 
-MAX_INT32 = 2**31 - 1
-_COLUMNS = 8
+_COLUMNS = 2 + DRAW_COLUMNS
 """Of the sampler's part of an upload, before the forbidden ids."""
+_ONE = int(np.float32(1).view(np.int32))
 
 
 class StepBatch(NamedTuple):
@@ -53,6 +57,17 @@ class StepBatch(NamedTuple):
     change_page: Int[Array, "C"]
 
 
+class Packed(NamedTuple):
+    """A step, ready to be uploaded."""
+
+    upload: Int[np.ndarray, "size"]
+    """Fresh: never reused, since the device may read it in place."""
+    overflow: list[tuple[int, int]]
+    """Block-table changes (flat index, page) that found no room in it, to be uploaded before it."""
+    sampling_slots: Int[np.ndarray, "n"]
+    """Of the rows that sample."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
     """Where each part of a bucket's upload lies. ``table_width`` is P, ``num_slots`` the number of the trash slot."""
@@ -61,7 +76,7 @@ class StepLayout:
     table_width: int
     num_slots: int
 
-    @property
+    @functools.cached_property
     def num_changes(self) -> int:
         return min(CHANGES_PER_UPLOAD, 2 * self.bucket.num_tokens + 8)
 
@@ -70,57 +85,63 @@ class StepLayout:
         T, S, C = self.bucket.num_tokens, self.bucket.num_seqs, self.num_changes
         return (T, T, T, S + 1, S, S, C, C)
 
-    @property
+    @functools.cached_property
+    def _forward_parts(self) -> list[slice]:
+        ends = list(itertools.accumulate(self._forward_sizes))
+        return [slice(end - size, end) for end, size in zip(ends, self._forward_sizes, strict=True)]
+
+    @functools.cached_property
     def sample_start(self) -> int:
         return sum(self._forward_sizes)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """int32 values in the upload."""
         return self.sample_start + sample_size(self.bucket.num_seqs)
 
-    def pack(self, plan: StepPlan) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Build the upload of a plan.
-
-        Returns:
-            A fresh int32 array [size] (never reused: the device may read it in place), and the block-table changes
-            that found no room in it, to be uploaded before it.
-        """
+    def pack(self, plan: StepPlan, owners: SlotOwners) -> Packed:
+        """Build the upload of a plan. ``owners`` knows those who entered with it."""
         upload = np.zeros(self.size, np.int32)
-        token_ids, positions, token_rows, starts, contexts, slots, change_index, change_page = np.split(
-            upload[: self.sample_start], np.cumsum(self._forward_sizes)[:-1]
-        )
-        sample = upload[self.sample_start :]
-        rows = plan.rows
-        count = len(rows)
-        lengths = np.fromiter((len(row.token_ids) for row in rows), np.int32, count)
-        used = int(lengths.sum())
-        token_ids[:used] = np.fromiter((token for row in rows for token in row.token_ids), np.int32, used)
-        token_rows[:used] = np.repeat(np.arange(count, dtype=np.int32), lengths)
-        token_rows[used:] = self.bucket.num_seqs - 1
+        token_ids, positions, token_rows, starts, contexts, slots, change_index, change_page = [
+            upload[part] for part in self._forward_parts
+        ]
+        others, chunks, num_decodes, count = plan.others, plan.chunks, plan.num_decodes, plan.num_rows
+        lengths, samples = np.ones(count, np.int32), np.ones(count, bool)
+        for index, row in others.items():
+            lengths[index], samples[index] = row.num_tokens, row.samples
+        lengths[num_decodes:] = [row.num_tokens for row in chunks]
+        samples[num_decodes:] = [row.samples for row in chunks]
+        first = np.array([*plan.starts, *[row.start for row in chunks]], np.int32)
+        used = plan.num_tokens
+
         starts[1 : count + 1] = np.cumsum(lengths)
         starts[count + 1 :] = used
-        first = np.fromiter((row.start for row in rows), np.int32, count)
+        token_ids[:used] = IN_FLIGHT
+        for index, row in (*others.items(), *enumerate(chunks, num_decodes)):
+            token_ids[starts[index] : starts[index + 1]] = row.token_ids
+        token_rows[:used] = np.repeat(np.arange(count, dtype=np.int32), lengths)
+        token_rows[used:] = self.bucket.num_seqs - 1
         contexts[:count] = first + lengths
         positions[:used] = np.arange(used, dtype=np.int32) + np.repeat(first - starts[:count], lengths)
         slots[:] = self.num_slots
-        slots[:count] = [row.slot for row in rows]
+        slots[:count] = [*plan.slots, *[row.slot for row in chunks]]
 
         changes = [
             (row.slot * self.table_width + row.first_new_page + i, page)
-            for row in rows
+            for row in (*others.values(), *chunks)
             for i, page in enumerate(row.new_pages)
         ]
         kept, overflow = changes[: self.num_changes], changes[self.num_changes :]
         change_index[:] = self.num_slots * self.table_width
         if kept:
             change_index[: len(kept)], change_page[: len(kept)] = np.asarray(kept, np.int32).T
-        _pack_sampling(plan, sample, self.bucket.num_seqs, self.num_slots)
-        return upload, overflow
+        sampling = np.flatnonzero(samples)
+        part = upload[self.sample_start :].reshape(self.bucket.num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
+        _pack_sampling(part, sampling, slots[sampling], contexts[sampling], owners, trash_slot=self.num_slots)
+        return Packed(upload, overflow, slots[sampling])
 
     def unpack(self, upload: Int[Array, "size"]) -> StepBatch:
-        parts = jnp.split(upload[: self.sample_start], np.cumsum(self._forward_sizes)[:-1])
-        return StepBatch(*parts)
+        return StepBatch(*[upload[part] for part in self._forward_parts])
 
     def sample_part(self, upload: Int[Array, "size"]) -> Int[Array, "sample_size"]:
         return upload[self.sample_start :]
@@ -131,28 +152,17 @@ def sample_size(num_seqs: int) -> int:
     return num_seqs * (_COLUMNS + MAX_FORBIDDEN_IDS)
 
 
-def _pack_sampling(plan: StepPlan, part: np.ndarray, num_seqs: int, trash_slot: int) -> None:
+def _pack_sampling(
+    table: np.ndarray, rows: np.ndarray, slots: np.ndarray, contexts: np.ndarray, owners: SlotOwners, *, trash_slot: int
+) -> None:
     """Rows of [sample_slot, position, temperature, top_p, min_p, top_k, seed low, seed high, forbidden ids...]."""
-    table = part.reshape(num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
     table[:, 0] = trash_slot
+    table[:, 3] = _ONE  # top_p
     table[:, _COLUMNS:] = -1
-    floats = table[:, 2:5].view(np.float32)
-    floats[:, 1] = 1.0
-    for i, row in enumerate(plan.rows):
-        if not row.samples:
-            continue
-        sampling = row.sequence.request.sampling
-        table[i, 0] = row.slot
-        table[i, 1] = row.context_len
-        if not sampling.greedy:
-            floats[i] = sampling.temperature, sampling.top_p, sampling.min_p
-            seed = (sampling.seed or 0) & (2**64 - 1)
-            table[i, 5:8] = np.array(
-                [min(max(sampling.top_k, 0), MAX_INT32), seed & 0xFFFFFFFF, seed >> 32], np.uint32
-            ).view(np.int32)
-        if row.context_len - row.sequence.num_prompt_tokens < sampling.min_tokens:
-            ids = sorted(row.sequence.end_ids)
-            table[i, _COLUMNS : _COLUMNS + len(ids)] = ids
+    table[rows, 0], table[rows, 1] = slots, contexts
+    table[rows, 2:_COLUMNS] = owners.draws[slots]
+    for index, ids in owners.forbidden(slots, contexts):
+        table[rows[index], _COLUMNS : _COLUMNS + len(ids)] = ids
 
 
 def unpack_sampling(part: Int[Array, "sample_size"], num_seqs: int) -> tuple[Int[Array, "S"], Draws]:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array
 
 from jaxcb.models import ModelSpec
@@ -27,10 +28,11 @@ from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_ch
 from jaxcb.step.buckets import Bucket, Buckets
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job, compile_all
+from jaxcb.step.owners import SlotOwners
 from jaxcb.step.page_mover import PageMover
-from jaxcb.step.program import StepProgram, compiler_options
+from jaxcb.step.program import ForwardResult, StepProgram, compiler_options
 from jaxcb.step.program_store import ProgramStore
-from jaxcb.step.samplers import Sampled, Samplers
+from jaxcb.step.samplers import Sampled, Samplers, Wanted
 from pallas_kernels.metadata import Backend
 
 
@@ -65,7 +67,7 @@ class InFlight:
 
     def wait(self) -> list[int]:
         """Block until the step has run; token ids by row (of no meaning where the row samples nothing)."""
-        return np.asarray(self.sampled.token_ids)[: len(self.plan.rows)].tolist()
+        return np.asarray(self.sampled.token_ids)[: self.plan.num_rows].tolist()
 
 
 class Runner:
@@ -86,6 +88,8 @@ class Runner:
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
+        self._leaves, self._tree = jax.tree.flatten(params)  # once: a step's call would do it again each time
+        self._owners = SlotOwners(shape.num_slots + 1)
         self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls)
         self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
         self._forward: dict[Bucket, Compiled] = {}
@@ -111,16 +115,17 @@ class Runner:
         """Upload a plan and start its two programs. Returns at once; the device works on."""
         bucket = self.buckets.choose(plan.num_tokens, plan.decode_only)
         launched_s = time.perf_counter()
-        upload, overflow = self._layouts[bucket].pack(plan)
+        newcomers = [row for row in (*plan.others.values(), *plan.chunks) if row.new_pages and not row.first_new_page]
+        self._owners.enter(newcomers)
+        upload, overflow, sampling_slots = self._layouts[bucket].pack(plan, self._owners)
         self.move_pages(plan.moves)
         for start in range(0, len(overflow), CHANGES_PER_UPLOAD):
             self._upload_changes(overflow[start : start + CHANGES_PER_UPLOAD])
-        self._state = self._samplers.enter(self._state, plan)
-        result = self._forward[bucket](self.params, self._kv, self._state, upload)
+        self._state = self._samplers.enter(self._state, newcomers)
+        result = self._forward[bucket](self._leaves, self._kv, self._state, upload)
         self._kv = result.kv
-        self._state, sampled = self._samplers.sample(
-            self.params, result.state, result.logits, result.hidden, result.sample_part, plan
-        )
+        wanted = Wanted(self._owners.tier_of(sampling_slots), self._owners.asked_logprobs(sampling_slots))
+        self._state, sampled = self._samplers.sample(self.params, result, plan, wanted)
         return InFlight(plan, bucket, sampled, launched_s)
 
     def move_pages(self, moves: PageMoves | None) -> None:
@@ -170,11 +175,13 @@ class Runner:
             layout = self._layouts[bucket]
             program = StepProgram(self.spec, layout, self.shape.page_size, self.backend, self._deterministic)
             options = compiler_options(deterministic=self._deterministic)
-            forward = jax.jit(program.forward, donate_argnums=(1, 2), compiler_options=options)
+            forward = jax.jit(
+                functools.partial(_forward, program, self._tree), donate_argnums=(1, 2), compiler_options=options
+            )
             upload = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
             yield Job(
                 f"forward {bucket}",
-                functools.partial(forward.lower, params, kv, state, upload),
+                functools.partial(forward.lower, jax.tree.leaves(params), kv, state, upload),
                 functools.partial(self._forward.__setitem__, bucket),
             )
         row_counts = sorted({bucket.num_seqs for bucket in self.buckets})
@@ -187,6 +194,12 @@ class Runner:
             functools.partial(setattr, self, "_change"),
         )
         yield from self._mover.jobs()
+
+
+def _forward(
+    program: StepProgram, tree: PyTreeDef, leaves: list[Array], kv: Array, state: SlotState, upload: Array
+) -> ForwardResult:
+    return program.forward(jax.tree.unflatten(tree, leaves), kv, state, upload)
 
 
 def kv_shape(spec: ModelSpec, shape: RunnerShape) -> tuple[int, ...]:

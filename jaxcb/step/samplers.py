@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ from jaxcb.models.decoder import Params
 from jaxcb.sampling import Tier
 from jaxcb.sampling.logprobs import RowLogprobs
 from jaxcb.sampling_params import SamplingParams
-from jaxcb.scheduler import StepPlan
+from jaxcb.scheduler import PlanRow, StepPlan
 from jaxcb.scheduler.sequence import Sequence
 from jaxcb.step.batch import SlotState, sample_size, set_controls
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job
-from jaxcb.step.program import compiler_options, prompt_logprobs, sample_step, token_logprobs
+from jaxcb.step.program import ForwardResult, compiler_options, prompt_logprobs, sample_step, token_logprobs
 from pallas_kernels.metadata import Backend
 
 PROMPT_ROWS = 64
@@ -62,6 +62,14 @@ class Sampled:
         return _on_host(values, [token_id], slice(index, index + 1), sampling.logprobs)
 
 
+class Wanted(NamedTuple):
+    """What the rows of a step want of the sampler."""
+
+    tier: Tier
+    logprobs: list[bool]
+    """As in :class:`Sampled`."""
+
+
 class Samplers:
     """One set for each number of rows.
 
@@ -87,6 +95,7 @@ class Samplers:
         self._logprobs: dict[tuple[int, bool], Compiled] = {}
         self._prompt: dict[tuple[int, bool], Compiled] = {}
         self._set_controls: Compiled | None = None
+        self._copies = jax.default_backend() != "cpu"  # there the host reads where the device has written
         self._at_rest = controls.pack(None)
         self._controlled_slots: set[int] = set()
 
@@ -125,11 +134,9 @@ class Samplers:
         keep = functools.partial(setattr, self, "_set_controls")
         yield Job("set controls", functools.partial(setter.lower, state, slot, row), keep)
 
-    def enter(self, state: SlotState, plan: StepPlan) -> SlotState:
+    def enter(self, state: SlotState, newcomers: Iterable[PlanRow]) -> SlotState:
         """Give the slots of newcomers their controls; those of others at rest stay as they are."""
-        for row in plan.rows:
-            if not row.new_pages or row.first_new_page:
-                continue
+        for row in newcomers:
             sequence = row.sequence
             if sequence.request.sampling.controlled:
                 values = self._controls.pack(sequence.request, sequence.token_ids)
@@ -144,33 +151,25 @@ class Samplers:
         return state
 
     def sample(
-        self,
-        params: Params,
-        state: SlotState,
-        logits: Float[Array, "S V"],
-        hidden: Float[Array, "T E"] | None,
-        part: Int[Array, "sample_size"],
-        plan: StepPlan,
+        self, params: Params, forward: ForwardResult, plan: StepPlan, wanted: Wanted
     ) -> tuple[SlotState, Sampled]:
         """Sample a step's rows and start the copies to the host."""
+        logits, hidden = forward.logits, forward.hidden
         S = logits.shape[0]
-        state, token_ids, drawn_from = self._sample[S, tier_of(plan)](state, logits, part)
-        asked = {
-            count < 0
-            for row in plan.rows
-            if row.samples and (count := row.sequence.request.sampling.logprobs) is not None
-        }
+        sample = self._sample[S, wanted.tier]
+        state, token_ids, drawn_from = sample(forward.state, logits, forward.sample_part)
         source = logits if drawn_from is None else drawn_from
-        num_rows = np.int32(len(plan.rows))
-        logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in asked}
+        num_rows = np.int32(plan.num_rows)
+        logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in wanted.logprobs}
         prompt = [] if hidden is None else list(self._prompt_pieces(params, hidden, plan))
-        for array in jax.tree.leaves((token_ids, logprobs, [piece.values for piece in prompt])):
-            array.copy_to_host_async()
+        if self._copies:
+            for array in jax.tree.leaves((token_ids, logprobs, [piece.values for piece in prompt])):
+                array.copy_to_host_async()
         return state, Sampled(token_ids, logprobs, prompt)
 
     def _prompt_pieces(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan) -> Iterable[PromptPiece]:
-        offset = 0
-        for row in plan.rows:
+        offset = plan.num_tokens - sum(row.num_tokens for row in plan.chunks)
+        for row in plan.chunks:
             sequence, wanted = row.sequence, row.sequence.request.sampling.prompt_logprobs
             if wanted is not None:
                 prompt = sequence.request.prompt_token_ids
@@ -186,11 +185,6 @@ class Samplers:
                         sequence, start, token_ids, program(params, hidden, rows, targets, np.int32(count))
                     )
             offset += row.num_tokens
-
-
-def tier_of(plan: StepPlan) -> Tier:
-    """The cheapest tier that honours every row that samples."""
-    return Tier(max((row.sequence.request.sampling.tier for row in plan.rows if row.samples), default=0))
 
 
 def _on_host(values: RowLogprobs, token_ids: list[int], rows: slice, k: int | None) -> Logprobs:

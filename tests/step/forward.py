@@ -14,9 +14,10 @@ from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import PlanRow, Sequence, StepPlan
-from jaxcb.step.batch import SlotState, StepLayout, apply_changes
+from jaxcb.step.batch import Packed, SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout
+from jaxcb.step.owners import SlotOwners
 from jaxcb.step.program import StepProgram, head_logits
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
 
@@ -64,10 +65,17 @@ def _chunks(
         first, last = start // PAGE_SIZE, -(-(start + len(part)) // PAGE_SIZE)
         row = row_of(0, part, start=start, pages=list(range(first + 1, last + 1)))
         row.first_new_page = first
-        upload, overflow = layout.pack(StepPlan.of([row], 0))
+        upload, overflow, _ = packed(layout, StepPlan.of([row], 0))
         assert not overflow
         kv, state, logits = (every_token if every else forward)(params, kv, state, upload)[:3]
         yield np.asarray(logits, np.float32), len(part)
+
+
+def packed(layout: StepLayout, plan: StepPlan) -> Packed:
+    """The plan as an upload, by a host that has just met its rows."""
+    owners = SlotOwners(layout.num_slots + 1)
+    owners.enter(row for row in plan.rows if isinstance(row, PlanRow))
+    return layout.pack(plan, owners)
 
 
 def row_of(
