@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import time
 import urllib.parse
@@ -31,9 +32,27 @@ class Answer:
     """Times of one request, in seconds on the clock of ``time.perf_counter()``."""
 
     sent_s: float
-    first_s: float
-    last_s: float
+    token_times_s: Sequence[float]
+    """When each chunk with tokens came."""
     num_tokens: int
+
+    @property
+    def first_s(self) -> float:
+        return self.token_times_s[0]
+
+    @property
+    def last_s(self) -> float:
+        return self.token_times_s[-1]
+
+    @property
+    def latency_s(self) -> float:
+        """Until the last token."""
+        return self.last_s - self.sent_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between one chunk and the next."""
+        return [after - before for before, after in itertools.pairwise(self.token_times_s)]
 
     @property
     def ttft_s(self) -> float:
@@ -73,17 +92,29 @@ class Replay:
         return metrics
 
 
-def replay(url: str, model: str, items: Sequence[Item], *, on_token: Callable[[], object] = lambda: None) -> Replay:
-    """Send every item at once, greedy and with its exact length, and stream all answers.
+def replay(
+    url: str,
+    model: str,
+    items: Sequence[Item],
+    *,
+    starts_s: Sequence[float] | None = None,
+    concurrency: int | None = None,
+    on_token: Callable[[], object] = lambda: None,
+) -> Replay:
+    """Send the items, greedy and with their exact lengths, and stream all answers.
 
     Arguments:
         url: of the server, without /v1.
+        starts_s: when to send each, from the beginning on; None: all at once.
+        concurrency: most requests that are open at a time: so many users, each waiting for an answer before the next
+            question; None: no limit.
         on_token: called for each chunk with a token, for progress bars.
 
     Raises:
         BenchError: an answer failed or has another length than asked for; what the others measured is then worthless.
     """
-    return asyncio.run(_replay(url, model, items, on_token))
+    starts_s = [0.0] * len(items) if starts_s is None else starts_s
+    return asyncio.run(_replay(url, model, items, starts_s, concurrency or len(items), on_token))
 
 
 def only_model(url: str) -> str:
@@ -99,14 +130,26 @@ def only_model(url: str) -> str:
         raise BenchError(f"{url}/v1/models names no model ({type(error).__name__}: {error})") from error
 
 
-async def _replay(url: str, model: str, items: Sequence[Item], on_token: Callable[[], object]) -> Replay:
+async def _replay(
+    url: str,
+    model: str,
+    items: Sequence[Item],
+    starts_s: Sequence[float],
+    concurrency: int,
+    on_token: Callable[[], object],
+) -> Replay:
     requests = [_request(url, model, item) for item in items]
+    places = asyncio.Semaphore(concurrency)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
+
+    async def ask(request: bytes, item: Item, after_s: float) -> Answer:
+        await asyncio.sleep(start_s + after_s - time.perf_counter())
+        async with places:
+            return await _ask(url, request, item, on_token)
+
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            answers = await asyncio.gather(
-                *(_ask(url, request, item, on_token) for request, item in zip(requests, items, strict=True))
-            )
+            answers = await asyncio.gather(*(ask(*each) for each in zip(requests, items, starts_s, strict=True)))
     except OSError as error:  # a TimeoutError too
         raise BenchError(f"{url}: {type(error).__name__}: {error}") from error
     return Replay(
@@ -162,8 +205,7 @@ async def _ask(url: str, request: bytes, item: Item, on_token: Callable[[], obje
         raise BenchError(
             f"{url}: asked for {item.output_len} tokens, the answer has {stream.usage['completion_tokens']}"
         )
-    first_s, last_s = stream.token_times_s[0], stream.token_times_s[-1]
-    return Answer(sent_s=sent_s, first_s=first_s, last_s=last_s, num_tokens=item.output_len)
+    return Answer(sent_s=sent_s, token_times_s=stream.token_times_s, num_tokens=item.output_len)
 
 
 class _Stream(asyncio.Protocol):

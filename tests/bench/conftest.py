@@ -10,7 +10,7 @@ from bench.inprocess import InProcess
 from jaxcb.config import EngineConfig
 from tests.serve.tiny_model import write_tiny_model
 
-# The same shapes everywhere, so that the compilation cache has each program after the first test that needs it.
+# The same shapes everywhere, so that the program store has each program after the first test that needs it.
 FLAGS = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128")
 
 

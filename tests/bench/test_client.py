@@ -60,9 +60,9 @@ def test_a_server_that_is_not_there_is_named():
 
 def test_metrics_of_known_times():
     answers = [
-        Answer(sent_s=0.0, first_s=1.0, last_s=3.0, num_tokens=5),  # TTFT 1, TPOT 0.5
-        Answer(sent_s=0.5, first_s=2.5, last_s=3.5, num_tokens=2),  # TTFT 2, TPOT 1
-        Answer(sent_s=0.5, first_s=3.5, last_s=3.5, num_tokens=1),  # TTFT 3, no TPOT
+        Answer(sent_s=0.0, token_times_s=[1.0, 3.0], num_tokens=5),  # TTFT 1, TPOT 0.5
+        Answer(sent_s=0.5, token_times_s=[2.5, 3.5], num_tokens=2),  # TTFT 2, TPOT 1
+        Answer(sent_s=0.5, token_times_s=[3.5], num_tokens=1),  # TTFT 3, no TPOT
     ]
     metrics = Replay(answers=answers, num_prompt_tokens=32, wall_s=4.0, client_cpu_s=0.1).metrics()
     assert metrics["out_tok_s"] == 2.0
@@ -73,6 +73,6 @@ def test_metrics_of_known_times():
 
 @pytest.mark.parametrize("num_tokens", [1, 3], ids=["one token", "all in one piece"])
 def test_without_gaps_there_is_no_time_per_later_token(num_tokens):
-    answers = [Answer(sent_s=0.0, first_s=1.0, last_s=1.0, num_tokens=num_tokens)]
+    answers = [Answer(sent_s=0.0, token_times_s=[1.0], num_tokens=num_tokens)]
     metrics = Replay(answers=answers, num_prompt_tokens=1, wall_s=1.0, client_cpu_s=0.1).metrics()
     assert "tpot_p50_ms" not in metrics
