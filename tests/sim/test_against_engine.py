@@ -14,8 +14,9 @@ from jaxcb.sim import StepTimeModel, TraceRequest, one_engine
 from jaxcb.sim.calibrate import fit, read_step_log
 from jaxcb.sim.simulator import run
 from tests.engine.conftest import SPEC, sensitive_params
+from tests.scheduler.fake_device import limits
 from tests.sim.record import LIMITS, REQUESTS, Machine
-from tests.sim.runs import limits, watched
+from tests.sim.runs import watched
 
 RECORDINGS = Path(__file__).parent / "recordings"
 
