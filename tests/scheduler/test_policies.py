@@ -172,8 +172,9 @@ def test_prefix_groups_by_the_longest_cached_beginning_for_a_bounded_wait():
     assert order_of(d) == "abcxdef"
 
 
-def test_what_the_cache_would_give_is_looked_up_again_when_it_has_changed():
-    scheduler = driver(policy="prefix", num_kv_pages=16, num_host_pages=1).scheduler
+@pytest.mark.parametrize(("num_host_pages", "left"), [(0, (12, 8, 0)), (1, (16, 12, 4))])
+def test_what_the_cache_would_give_is_looked_up_again_when_it_has_changed(num_host_pages, left):
+    scheduler = driver(policy="prefix", num_kv_pages=16, num_host_pages=num_host_pages).scheduler
     sequence = scheduler.add(Request(request_id="a", prompt_token_ids=prompt(17)))
     view = View(scheduler.limits, scheduler.cache)
     assert view.cached_tokens(sequence) == 0
@@ -182,12 +183,9 @@ def test_what_the_cache_would_give_is_looked_up_again_when_it_has_changed():
     scheduler.prefixes.reset()
     assert view.cached_tokens(sequence) == 0
     scheduler.prefixes.place(prompt(17))
-    scheduler.pool.allocate(13)  # a page moves to host memory
-    assert view.cached_tokens(sequence) == 16
-    scheduler.pool.allocate(1)  # and makes room for the next
-    assert view.cached_tokens(sequence) == 12
-    scheduler.pool.allocate(2)
-    assert view.cached_tokens(sequence) == 4, "the root is in host memory"
+    for count, tokens in zip((13, 1, 2), left, strict=True):  # leaves are evicted, to host memory if there is room
+        scheduler.pool.allocate(count)
+        assert view.cached_tokens(sequence) == tokens
 
 
 def test_fair_gives_each_tenant_its_turn_by_tokens():
