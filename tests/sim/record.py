@@ -36,7 +36,7 @@ def _drawn(seed: int, count: int) -> Lengths:
 
 REQUESTS = {"a": _drawn(5, 24), "b": _drawn(6, 32)}
 """Tokens of prompt and answer; all requests are there at the start."""
-NUM_ROUNDS = 3
+NUM_ROUNDS = 6
 CONFIG = EngineConfig(
     max_model_len=1024,
     max_num_seqs=32,
@@ -73,7 +73,8 @@ class Machine:
 
     def record(self, lengths: Lengths, file: Path) -> None:
         """Run requests of such lengths, all there at the start, to their end."""
-        log = StepLog(file, self.spec, self.runner.buckets, self.itemsize)
+        costs = self.config.backend != "native"
+        log = StepLog(file, self.spec, self.runner.buckets, self.itemsize, padding_costs=costs)
         scheduler = Scheduler(limits_of(self.config, self.spec))
         core = EngineCore(scheduler, self.runner, run_ahead=self.config.run_ahead, step_log=log)
         for number, (num_prompt, num_answer) in enumerate(lengths):
