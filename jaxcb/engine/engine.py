@@ -97,7 +97,13 @@ class Engine:
         self._step_log = None
         if self.config.step_log is not None:
             itemsize = params["embed"]["embedding"].dtype.itemsize
-            self._step_log = StepLog(Path(self.config.step_log), spec, self._runner.buckets, itemsize)
+            self._step_log = StepLog(
+                Path(self.config.step_log),
+                spec,
+                self._runner.buckets,
+                itemsize,
+                padding_costs=self.config.backend != "native",
+            )
         self._core = EngineCore(self._scheduler, self._runner, run_ahead=self.config.run_ahead, step_log=self._step_log)
         self._random = random.Random(self.config.seed)
         self._guard = CompileGuard()

@@ -77,6 +77,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
 def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
     """The scheduler's limits of a resolved config."""
     on_cpu = jax.default_backend() == "cpu"
+    padded = config.backend != "native" or config.exact_fill
     return scheduler_limits(
         config,
         batch=BatchLimits(_set(config.max_num_seqs), _set(config.max_num_batched_tokens)),
@@ -84,7 +85,7 @@ def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
         num_kv_pages=_set(config.num_kv_pages),
         page_bytes=_page_bytes(config),
         link_bytes_per_s=CPU_COPY_BYTES_PER_S if on_cpu else GPU_LINK_BYTES_PER_S,
-        step_sizes=(*_set(config.mixed_buckets), _set(config.max_num_batched_tokens)),
+        step_sizes=(*_set(config.mixed_buckets), _set(config.max_num_batched_tokens)) if padded else (),
         sliding_window=_widest_window(spec),
         cache_name=f"{config.model}@{config.revision}:{config.dtype}",
     )

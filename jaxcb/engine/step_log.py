@@ -6,8 +6,9 @@ The first line describes the model and the compiled shapes; each other line is o
     {"step": 0, "tokens": 40, "padded_tokens": 64, "decode_rows": 8, "kv_tokens": 903, "pairs": 2210, "wall_ms": 12.3}
 
 ``kv_tokens`` is the sum of the rows' contexts, ``pairs`` the queries times the positions they attend to (see
-:class:`jaxcb.scheduler.load.StepLoad`). ``wall_ms`` is the time that the step took of the loop: from the end of the
-step before it, or from its own planning if the engine had been idle, to the moment its tokens were on the host.
+:class:`jaxcb.scheduler.load.StepLoad`). ``padded_tokens`` are those that the device computes; without compiled sizes in
+the first line they are ``tokens``. ``wall_ms`` is the time that the step took of the loop: from the end of the step
+before it, or from its own planning if the engine had been idle, to the moment its tokens were on the host.
 """
 
 from __future__ import annotations
@@ -25,25 +26,29 @@ from jaxcb.step.runner import InFlight
 class StepLog:
     """Writes to ``file`` as the loop goes; a line is buffered until :meth:`close` or until a few KiB have gathered.
 
+    ``padding_costs``: the device computes the padding of a compiled shape, which the native CPU kernels don't.
+
     Raises:
         ConfigError: the file can't be written.
     """
 
-    def __init__(self, file: Path, spec: ModelSpec, buckets: Buckets, itemsize: int):
+    def __init__(self, file: Path, spec: ModelSpec, buckets: Buckets, itemsize: int, *, padding_costs: bool):
         try:
             self._out = file.open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"step_log: can't write {file}: {error}", param="step_log") from error
         self._end_s: float | None = None  # None: the engine is idle
         self._starts_s: dict[int, float] = {}
+        self._padding_costs = padding_costs
+        shapes = list(buckets) if padding_costs else []
         self._write(
             {
                 "weight_bytes": spec.num_params * itemsize,
                 "flops_per_token": 2 * spec.num_params,
                 "kv_bytes_per_token": spec.kv_bytes_per_token(itemsize),
                 "attention_flops_per_pair": 4 * spec.num_layers * spec.q_size,
-                "decode_sizes": [bucket.num_tokens for bucket in buckets if bucket.decode_only],
-                "mixed_sizes": [bucket.num_tokens for bucket in buckets if not bucket.decode_only],
+                "decode_sizes": [bucket.num_tokens for bucket in shapes if bucket.decode_only],
+                "mixed_sizes": [bucket.num_tokens for bucket in shapes if not bucket.decode_only],
             }
         )
 
@@ -63,7 +68,7 @@ class StepLog:
             {
                 "step": plan.step,
                 "tokens": load.num_tokens,
-                "padded_tokens": step.bucket.num_tokens,
+                "padded_tokens": step.bucket.num_tokens if self._padding_costs else load.num_tokens,
                 "decode_rows": plan.num_decodes,
                 "kv_tokens": load.kv_tokens,
                 "pairs": load.num_pairs,

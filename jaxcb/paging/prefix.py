@@ -54,6 +54,8 @@ class PrefixCache:
         self._key_of: dict[int, Key] = {}  # page, negative in host memory -> key
         self._next_node = 1
         self._epoch = 0
+        self.version = 0
+        """Counts changes of what is known: as long as it stays the same, so does every match."""
         self.num_brought_back = 0
         """Pages that a hit moved from host memory to the device, since the start."""
         self.pinned_pages: list[int] = []
@@ -115,6 +117,7 @@ class PrefixCache:
             self.host.free((-other,))
         else:
             node, self._next_node = self._next_node, self._next_node + 1
+        self.version += 1
         self._page_of[key] = (page, node)
         self._key_of[page] = key
         self.pool.keep_for_reuse(page)
@@ -137,6 +140,7 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget every prefix (new weights, say). Running sequences go on; what they computed so far isn't shared."""
         self._epoch += 1
+        self.version += 1
         self.unpin()
         for page in self._key_of:
             if page > 0:
@@ -167,6 +171,7 @@ class PrefixCache:
         assert len(self._page_of) == len(self._key_of), "a node has no page"
 
     def _bring_back(self, host_page: int) -> int:
+        self.version += 1
         key = self._key_of.pop(-host_page)
         page = self.pool.allocate_one()
         self._page_of[key] = (page, self._page_of[key][1])
@@ -179,6 +184,7 @@ class PrefixCache:
 
     def _evict(self, page: int) -> None:
         """A page of the device is given to someone else: its content moves to host memory if there is room."""
+        self.version += 1
         key = self._key_of.pop(page)
         if self.host.num_free:
             (host_page,) = self.host.allocate(1)
@@ -190,4 +196,5 @@ class PrefixCache:
             del self._page_of[key]
 
     def _forget_host(self, host_page: int) -> None:
+        self.version += 1
         del self._page_of[self._key_of.pop(-host_page)]

@@ -88,6 +88,8 @@ class Sequence:
     """What the waiting queue is sorted by; set while in the queue and kept afterwards."""
     not_fitting: tuple[int, int] = (-1, 0)
     """Free pages, and the number of the plan, when its admission was last tried in vain."""
+    known_beginning: tuple[int, int] = (-1, 0)
+    """A version of the prefix cache, and the tokens that it would have given then."""
     num_overtaken: int = 0
     """Later requests admitted while this one was the oldest, or stood at the head and didn't fit."""
     start_of_turn: float | None = None

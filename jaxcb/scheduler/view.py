@@ -32,10 +32,14 @@ class View:
         return min(self._observed(request) if predictor == "observed" else predictor(request), most)
 
     def cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens that the prefix cache would give the sequence now."""
-        root = self._cache.root(sequence.salt)
-        match = self._cache.match(root, sequence.packed, len(sequence.token_ids) - 1)
-        return len(match.pages) * self._limits.page_size
+        """Tokens that the prefix cache would give the sequence now. Looked up again when the cache has changed."""
+        version, tokens = sequence.known_beginning
+        if version != self._cache.version:
+            root = self._cache.root(sequence.salt)
+            match = self._cache.match(root, sequence.packed, len(sequence.token_ids) - 1)
+            tokens = len(match.pages) * self._limits.page_size
+            sequence.known_beginning = self._cache.version, tokens
+        return tokens
 
     def start_of_turn(self, sequence: Sequence) -> float:
         """Virtual time at which its tenant's turn comes. Asking books the turn."""

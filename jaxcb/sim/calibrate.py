@@ -27,7 +27,7 @@ from jaxcb.sim.step_time import StepTimeModel
 
 MIN_STEPS = 8
 """Fewer say nothing about five coefficients."""
-_FIGURES = ("weight_bytes", "flops_per_token", "kv_bytes_per_token", "attention_flops_per_pair")
+FIGURES = ("weight_bytes", "flops_per_token", "kv_bytes_per_token", "attention_flops_per_pair")
 
 
 class StepRecord(NamedTuple):
@@ -146,7 +146,7 @@ def _parsed(file: Path, number: int, line: str, parse: Callable[[dict[str, Any]]
 
 
 def _header(record: dict[str, Any]) -> tuple[dict[str, float], tuple[int, ...], tuple[int, ...]]:
-    figures = {name: float(record[name]) for name in _FIGURES}
+    figures = {name: float(record[name]) for name in FIGURES}
     return figures, tuple(sorted(record["decode_sizes"])), tuple(sorted(record["mixed_sizes"]))
 
 

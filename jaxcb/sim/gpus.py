@@ -25,9 +25,10 @@ class Gpu:
     network_bandwidth: float
     """Of the card's share of the network between machines, bytes/s: what sending KV to another machine pays."""
     watts: float
-    """Most power that the card draws."""
+    """Most power that the card draws, as its data sheet says. That it draws it all the time is an assumption."""
     usd_per_hour: float | None = None
-    """What renting it costs, where a published comparison names a price; prices change, so pass your own."""
+    """What renting it costs: an eighth of the price of a machine of eight in Splitwise (ISCA 2024), table I, of 2023;
+    None where that names none. Prices change, so pass your own."""
     flops_fraction: float = 0.6
     bandwidth_fraction: float = 0.85
 
@@ -44,7 +45,7 @@ class Gpu:
 
 # Data sheets of the A100 80GB SXM, H100 SXM, H200 SXM and L4 (NVIDIA); where they name the sparse peak, half of it.
 # Host links: PCIe Gen4 x16 (32 GB/s), Gen5 x16 (64 GB/s). Networks: 200 and 400 Gbit/s a card in a DGX A100 and H100,
-# 100 Gbit/s for a machine of L4s. Prices: Splitwise (ISCA 2024), table I: $17.6 and $38 an hour for eight.
+# 100 Gbit/s for a machine of L4s, an assumption.
 GPUS = {
     "a100": Gpu(
         name="A100 80GB",

@@ -45,7 +45,14 @@ class PerfettoTrace:
         self._slice(replica, _STEPS, f"{kind} {plan.num_tokens}", start_s, step_s, {"step": plan.step, **counts})
         for name in ("tokens", "sequences"):
             self._events.append(
-                {"ph": "C", "pid": replica, "name": name, "ts": start_s * _US, "args": {name: counts[name]}}
+                {
+                    "ph": "C",
+                    "pid": replica,
+                    "tid": _STEPS,
+                    "name": name,
+                    "ts": start_s * _US,
+                    "args": {name: counts[name]},
+                }
             )
         for row in plan.rows:
             self._row(replica, row, start_s, step_s)

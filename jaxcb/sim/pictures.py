@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from jaxcb.errors import ConfigError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _YELLOW, _GREY, _INK = "#33658a", "#f2b84b", "#e4e4e4", "#333333"
+_LOG_FROM = 50
+"""Bars are on a logarithmic scale where the longest is so many times the median."""
 _LINES = ("#33658a", "#d1495b", "#66a182", "#edae49", "#8d5a97", "#2e4057")
 
 
@@ -130,11 +133,18 @@ def _bars(axes: Axes, label: str, values: list[float], form: str, *, better_is_m
     best = (max if better_is_more else min)(values, default=0.0)
     colors = [_YELLOW if abs(value - best) <= 0.005 * abs(best) else _BLUE for value in values]
     axes.barh(range(len(values)), values, height=0.7, color=colors)
-    largest = max([*values, 1e-9])
+    smallest, largest = min(values, default=0.0), max([*values, 1e-9])
+    spread = smallest > 0 and largest > _LOG_FROM * median(values)
     for y, value in enumerate(values):
-        axes.text(value + 0.02 * largest, y, form.format(value), va="center", fontsize=8, color=_INK)
-    axes.set_xlim(0, 1.25 * largest)
-    axes.set_title(label, fontsize=9)
+        after = value * 1.15 if spread else value + 0.02 * largest
+        axes.text(after, y, form.format(value), va="center", fontsize=8, color=_INK)
+    if spread:  # else the largest would leave the others no length
+        axes.set_xscale("log")
+        axes.set_xlim(smallest / 2, largest * (2 * largest / smallest) ** 0.25)
+        axes.minorticks_off()
+    else:
+        axes.set_xlim(0, 1.25 * largest)
+    axes.set_title(f"{label} (log)" if spread else label, fontsize=9)
     axes.tick_params(length=0)
     axes.set_xticks([])
     axes.spines[:].set_visible(False)

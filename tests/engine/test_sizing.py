@@ -28,6 +28,7 @@ def test_chunks_are_trimmed_where_padding_costs_something_unless_told(make_engin
     engine = make_engine(backend=backend, exact_fill=asked)
     assert engine.config.exact_fill is filled
     assert engine._scheduler.limits.exact_fill is filled
+    assert engine._scheduler.limits.step_sizes == ((128,) if filled or backend == "xla" else ())
 
 
 def test_whole_prompts_are_not_trimmed():

@@ -1,4 +1,4 @@
-"""Fourteen bugs that schedulers have had, each as a change to ours: the tests of the tests. See ``test_mutants.py``."""
+"""Seventeen bugs that schedulers have had, each as a change to ours: tests of the tests. See ``test_mutants.py``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from unittest import mock
 from jaxcb.paging import PagePool, PrefixCache
 from jaxcb.paging.host import HostPool
 from jaxcb.scheduler.admission import Admission
+from jaxcb.scheduler.commit import Commit
 from jaxcb.scheduler.memory import SequenceMemory
 from jaxcb.scheduler.queue import WaitingQueue
 from jaxcb.scheduler.roster import Roster
+from jaxcb.scheduler.rows import take_positions
 
 Mutant = Callable[[], AbstractContextManager]
 
@@ -179,6 +181,41 @@ def an_admission_that_takes_the_pages_of_decodes():
     return _replaced(Admission, "_fitting", careless)
 
 
+def a_new_page_told_to_the_wrong_row():
+    """The page of one sequence goes into the block table of the one beside it."""
+
+    def shifted(sequences, budget, memory):
+        decodes = take_positions(sequences, budget, memory)
+        count = len(decodes.sequences)
+        decodes.others = {(index + 1) % count: row for index, row in decodes.others.items()}
+        return decodes
+
+    return mock.patch("jaxcb.scheduler.scheduler.take_positions", shifted)
+
+
+def a_position_taken_by_one_that_sits_out():
+    """A sequence that is left out of a step for want of a page is thought to be in it."""
+
+    def careless(sequences, budget, memory):
+        decodes = take_positions(sequences, budget, memory)
+        for sequence in set(sequences).difference(decodes.sequences):
+            sequence.num_scheduled += 1
+        return decodes
+
+    return mock.patch("jaxcb.scheduler.scheduler.take_positions", careless)
+
+
+def a_token_for_one_that_has_ended():
+    """A decode whose sequence ended while its step ran still counts."""
+
+    def counted(original, self, sequences, token_ids):
+        self._memory.last_given_back, kept = -1, self._memory.last_given_back
+        original(self, sequences, token_ids)
+        self._memory.last_given_back = max(kept, self._memory.last_given_back)
+
+    return _replaced(Commit, "decodes", counted)
+
+
 MUTANTS: tuple[Mutant, ...] = (
     off_by_one_at_a_page_edge,
     pages_freed_before_the_commit,
@@ -194,4 +231,7 @@ MUTANTS: tuple[Mutant, ...] = (
     newcomers_before_the_preempted,
     prompts_before_decodes,
     an_admission_that_takes_the_pages_of_decodes,
+    a_new_page_told_to_the_wrong_row,
+    a_position_taken_by_one_that_sits_out,
+    a_token_for_one_that_has_ended,
 )

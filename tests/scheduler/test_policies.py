@@ -12,7 +12,7 @@ import pytest
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.request import Request, SamplingParams
-from jaxcb.scheduler.view import LengthPredictor, TenantClock
+from jaxcb.scheduler.view import LengthPredictor, TenantClock, View
 from tests.scheduler.fake_device import Driver, answer_alone, driver
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -170,6 +170,22 @@ def test_prefix_groups_by_the_longest_cached_beginning_for_a_bounded_wait():
         d.add(name, [*common, 5], ONE)
     d.run()
     assert order_of(d) == "abcxdef"
+
+
+@pytest.mark.parametrize(("num_host_pages", "left"), [(0, (12, 8, 0)), (1, (16, 12, 4))])
+def test_what_the_cache_would_give_is_looked_up_again_when_it_has_changed(num_host_pages, left):
+    scheduler = driver(policy="prefix", num_kv_pages=16, num_host_pages=num_host_pages).scheduler
+    sequence = scheduler.add(Request(request_id="a", prompt_token_ids=prompt(17)))
+    view = View(scheduler.limits, scheduler.cache)
+    assert view.cached_tokens(sequence) == 0
+    scheduler.prefixes.place(prompt(17))
+    assert view.cached_tokens(sequence) == 16
+    scheduler.prefixes.reset()
+    assert view.cached_tokens(sequence) == 0
+    scheduler.prefixes.place(prompt(17))
+    for count, tokens in zip((13, 1, 2), left, strict=True):  # leaves are evicted, to host memory if there is room
+        scheduler.pool.allocate(count)
+        assert view.cached_tokens(sequence) == tokens
 
 
 def test_fair_gives_each_tenant_its_turn_by_tokens():

@@ -236,6 +236,7 @@ class FakeEngine:
             prompt_tokens_cached=self.counts["cached"],
             generation_tokens=self.counts["generation"],
             preemptions=0,
+            compiles=0,
             **self.host_memory,
             steps=0,
             finished=dict(self.finished),

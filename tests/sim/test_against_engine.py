@@ -14,23 +14,34 @@ from jaxcb.sim import StepTimeModel, TraceRequest, one_engine
 from jaxcb.sim.calibrate import fit, read_step_log
 from jaxcb.sim.simulator import run
 from tests.engine.conftest import SPEC, sensitive_params
+from tests.scheduler.fake_device import limits
 from tests.sim.record import LIMITS, REQUESTS, Machine
-from tests.sim.runs import limits, watched
+from tests.sim.runs import watched
 
 RECORDINGS = Path(__file__).parent / "recordings"
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_a_recorded_run_is_replayed_step_by_step_and_its_time_agrees(name):
+def assert_agrees(name: str, model: StepTimeModel) -> None:
+    """The requests of a recording, simulated: the same steps, and their time within a tenth of what they took."""
     real = read_step_log(RECORDINGS / f"smollm2-{name}.jsonl")
     loads, on_plan = watched()
     trace = [TraceRequest(0.0, *lengths) for lengths in REQUESTS[name]]
-    simulation = one_engine(LIMITS, trace, fit(real), padding=real.padded, on_plan=on_plan)
+    simulation = one_engine(LIMITS, trace, model, padding=real.padded, on_plan=on_plan)
     run(simulation)
     assert loads == [step.load for step in real.steps]
     measured_s, simulated_s = sum(step.wall_s for step in real.steps), simulation.result().duration_s
     print(f"{name}: {simulated_s / measured_s - 1:+.1%} of {measured_s:.1f} s")
     assert simulated_s == pytest.approx(measured_s, rel=0.1)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_recorded_run_is_replayed_step_by_step_and_its_time_agrees(name):
+    assert_agrees(name, StepTimeModel.fit(RECORDINGS / f"smollm2-{name}.jsonl"))
+
+
+@pytest.mark.parametrize(("seen", "unseen"), [("a", "b"), ("b", "a")])
+def test_a_model_fitted_to_one_run_predicts_the_time_of_another(seen, unseen):
+    assert_agrees(unseen, StepTimeModel.fit(RECORDINGS / f"smollm2-{seen}.jsonl"))
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -7,27 +7,11 @@ import pytest
 
 from jaxcb.errors import ConfigError
 from jaxcb.sim import StepLoad, StepTimeModel
-from jaxcb.sim.calibrate import padded_tokens, read_step_log
+from jaxcb.sim.calibrate import FIGURES, padded_tokens, read_step_log
+from tests.sim.runs import round_model
 
-TRUE = StepTimeModel(
-    weight_bytes=16e9,
-    flops_per_token=16e9,
-    kv_bytes_per_token=100e3,
-    attention_flops_per_pair=0.5e6,
-    bandwidth=4e12,
-    flops=400e12,
-    overhead_s=0.5e-3,
-    kv_bandwidth=1e12,
-    attention_flops=50e12,
-)
-HEADER = {
-    "weight_bytes": 16e9,
-    "flops_per_token": 16e9,
-    "kv_bytes_per_token": 100e3,
-    "attention_flops_per_pair": 0.5e6,
-    "decode_sizes": [8, 64],
-    "mixed_sizes": [128, 512],
-}
+TRUE = round_model(kv_bandwidth=1e12, attention_flops=50e12)
+HEADER = {name: getattr(TRUE, name) for name in FIGURES} | {"decode_sizes": [8, 64], "mixed_sizes": [128, 512]}
 
 
 def log_lines(num_steps, noise=0.0, seed=0):

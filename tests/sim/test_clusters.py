@@ -22,7 +22,8 @@ from jaxcb.sim import (
 from jaxcb.sim.clusters import StaticPadding, cluster_of
 from jaxcb.sim.disaggregated import STORE_BLOCK_TOKENS, Disaggregated, Network, Store, store_blocks
 from jaxcb.sim.simulator import run
-from tests.sim.runs import MS, limits
+from tests.scheduler.fake_device import limits
+from tests.sim.runs import MS
 
 TWO_H100 = Machine(model=MODELS["8b"], gpu=GPUS["h100"], num_gpus=2)
 WIRE = Network(bytes_per_token=1000, bandwidth=1e6, latency_s=0.0)

@@ -8,7 +8,8 @@ import pytest
 
 from jaxcb.errors import ConfigError
 from jaxcb.sim import LinearStepTime, TraceRequest, make_trace, one_engine, simulate
-from tests.sim.runs import MS, limits
+from tests.scheduler.fake_device import limits
+from tests.sim.runs import MS
 
 ROOMY = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 4096, "num_kv_pages": 4096}
 

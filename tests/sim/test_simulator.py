@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from jaxcb.errors import ConfigError
 from jaxcb.sim import LinearStepTime, TraceRequest, one_engine, simulate
-from tests.sim.runs import MS, limits
+from tests.scheduler.fake_device import limits
+from tests.sim.runs import MS
 
 
 def times_ms(result):

@@ -4,19 +4,9 @@ import pytest
 
 from jaxcb.models.spec import ModelSpec
 from jaxcb.sim import GPUS, MODELS, LinearStepTime, StepLoad, StepTimeModel
+from tests.sim.runs import round_model
 
-# 16 GB at 4 TB/s are 4 ms; 16 GFLOP a token at 400 TFLOP/s are 0.04 ms: 100 tokens take as long as the weights.
-MODEL = StepTimeModel(
-    weight_bytes=16e9,
-    flops_per_token=16e9,
-    kv_bytes_per_token=100e3,
-    attention_flops_per_pair=0.5e6,
-    bandwidth=4e12,
-    flops=400e12,
-    overhead_s=0.5e-3,
-    kv_bandwidth=4e12,
-    attention_flops=400e12,
-)
+MODEL = round_model()
 
 
 @pytest.mark.parametrize(

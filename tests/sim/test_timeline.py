@@ -1,6 +1,7 @@
 from jaxcb.sim import TraceRequest, one_engine
 from jaxcb.sim.timeline import Timeline
-from tests.sim.runs import MS, limits
+from tests.scheduler.fake_device import limits
+from tests.sim.runs import MS
 
 
 def draw(trace, max_steps=50, **changes):
