@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.special import log_softmax
+from starlette.testclient import TestClient
 
 from jaxcb.beam import BeamParams
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine
+from jaxcb.engine.beams import search
 from jaxcb.errors import RequestError
 from jaxcb.generate import beam_search
-from jaxcb.request import FinishReason
+from jaxcb.request import FinishReason, Request
+from jaxcb.serve.app import make_app
 from tests.conftest import GOLDEN
 from tests.engine.conftest import SPEC, sensitive_params, tokenizer  # noqa: F401  # a fixture
 from tests.models.test_decoder import load
@@ -111,6 +115,21 @@ def test_without_room_for_parents_and_children_the_answers_are_the_same(engine):
             assert [a.token_ids for a in best.choices] == [a.token_ids for a in found.choices]
 
 
+def test_a_search_that_is_left_early_leaves_nothing_running(engine):
+    request = Request(request_id="left", prompt_token_ids=[5, 6, 7])
+    searching = search(engine, request, BeamParams(width=4, max_tokens=100, ignore_eos=True), blocking=True)
+    streams = next(searching)
+    for _ in range(3):
+        streams = searching.send([next(stream) for stream in streams])
+    searching.close()
+    for stream in streams:
+        assert list(stream)[-1].finish_reason is FinishReason.ABORT
+    deadline_s = time.monotonic() + 10
+    while engine.stats().num_running:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -135,3 +154,53 @@ def test_a_search_that_can_never_run_is_refused_before_it_starts(engine, prompt,
     with pytest.raises(RequestError, match=r"prompts\[\d\]: ") as error:
         beam_search([[5], prompt], BeamParams(**fields), engine=engine, progress=False)
     assert error.value.param == param
+
+
+# ---------------------------------------------------------------- over HTTP
+
+
+@pytest.fixture
+def client(engine):
+    with TestClient(make_app(engine), raise_server_exceptions=False) as client:
+        yield client
+
+
+def test_the_answers_over_http_are_those_of_python(client, engine, monkeypatch):
+    case = CASES[40]
+    params = BeamParams(width=5, max_tokens=8, length_penalty=2.0, early_stopping="never", ignore_eos=True)
+    [best] = beam_search([case["prompt"]], params, engine=engine, progress=False)
+    body = {"use_beam_search": True, "n": 5, "max_tokens": 8, "length_penalty": 2.0, "early_stopping": "never"}
+    both = client.post("/v1/completions", json={**body, "ignore_eos": True, "prompt": [case["prompt"], [7]]}).json()
+    assert [choice["index"] for choice in both["choices"]] == list(range(10))
+    assert [choice["text"] for choice in both["choices"]][:5] == [answer.text for answer in best.choices]
+    assert both["usage"]["prompt_tokens"] == len(case["prompt"]) + 1
+    assert both["usage"]["completion_tokens"] == 80
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ messages[0].content }}")
+    messages = [{"role": "user", "content": "hi"}]
+    chat = client.post("/v1/chat/completions", json={**body, "messages": messages}).json()
+    ids = engine.tokenizer.apply_chat_template(messages)
+    wanted = beam_search([ids], dataclasses.replace(params, ignore_eos=False), engine=engine, progress=False)
+    assert [choice["message"]["content"] for choice in chat["choices"]] == [a.text for a in wanted[0].choices]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"stop": "x"}, "stop"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"n": 11}, "n"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 500}, "max_tokens"),
+        ({"early_stopping": "soon"}, "early_stopping"),
+        ({"length_penalty": 11}, "length_penalty"),
+        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
+        ({"use_beam_search": None, "early_stopping": True}, "early_stopping"),
+    ],
+)
+def test_what_a_search_can_not_honour_is_refused_by_name(client, fields, param):
+    response = client.post("/v1/completions", json={"prompt": [5], "use_beam_search": True, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
