@@ -120,7 +120,9 @@ def test_a_search_that_is_left_early_leaves_nothing_running(engine):
     searching = search(engine, request, BeamParams(width=4, max_tokens=100, ignore_eos=True), blocking=True)
     streams = next(searching)
     for _ in range(3):
-        streams = searching.send([next(stream) for stream in streams])
+        parents, outputs = streams, [next(stream) for stream in streams]
+        streams = searching.send(outputs)
+    assert {list(parent)[-1].finish_reason for parent in parents} == {FinishReason.ABORT}, "forks took their places"
     searching.close()
     for stream in streams:
         assert list(stream)[-1].finish_reason is FinishReason.ABORT
