@@ -1,4 +1,4 @@
-"""The offline API: ``generate(prompts)`` and ``stream(prompt)``, over the same engine as the server.
+"""The offline API: ``generate(prompts)``, ``stream(prompt)``, ``beam_search(prompts)``, over the server's engine.
 
 from jaxcb.generate import generate
 from jaxcb.request import SamplingParams
@@ -10,20 +10,24 @@ for output in generate(["The capital of France is"], SamplingParams(max_tokens=8
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
+import functools
 import itertools
 import numbers
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from jaxcb import validation
+from jaxcb.beam import BeamParams
 from jaxcb.config import EngineConfig
-from jaxcb.engine import Engine, OutputStream
+from jaxcb.engine import Engine, OutputStream, beams
+from jaxcb.engine.beams import check_beams
 from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
 from jaxcb.request import Request, RequestOutput, SamplingParams, best_choices
 
@@ -86,6 +90,51 @@ def generate(
     return outputs
 
 
+def beam_search(
+    prompts: Prompt | Sequence[Prompt],
+    params: BeamParams | None = None,
+    *,
+    config: EngineConfig | None = None,
+    engine: Engine | None = None,
+    progress: bool = True,
+) -> list[RequestOutput]:
+    """The likeliest answers to every prompt, by beam search; results in the order of the prompts. A result is the best
+    answer, and its ``choices`` are all ``width`` of them, the best first, each with its ``score``.
+
+    Arguments, but for ``params``, and errors as for :func:`generate`.
+    """
+    many, params = _as_list(prompts), params or BeamParams()
+    engine = _engine(config, engine, progress)
+    requests = [
+        Request(
+            request_id=f"generate-{next(_ids)}",
+            prompt_token_ids=_token_ids(engine, prompt, f"prompts[{i}]"),
+            arrival_s=time.monotonic(),
+        )
+        for i, prompt in enumerate(many)
+    ]
+    for i, request in enumerate(requests):
+        _named(f"prompts[{i}]", functools.partial(check_beams, engine, request, params))
+    results = []
+    for request in tqdm(requests, desc="searching", unit="prompt", disable=not progress):
+        searching = beams.search(engine, request, params, blocking=True)
+        with contextlib.closing(searching):
+            answers = _finished(searching)
+        results.append(dataclasses.replace(answers[0], choices=tuple(answers)))
+    return results
+
+
+def _finished(searching: beams.Searching) -> list[RequestOutput]:
+    """Bring a search what it waits for until it has its result."""
+    streams = next(searching)
+    while True:
+        outputs = [_checked(next(stream)) for stream in streams]
+        try:
+            streams = searching.send(outputs)
+        except StopIteration as end:
+            return end.value
+
+
 def stream(
     prompt: Prompt,
     sampling: SamplingParams | None = None,
@@ -139,11 +188,16 @@ def _request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: st
         sampling=sampling,
         arrival_s=time.monotonic(),
     )
+    _named(where, functools.partial(engine.check_request, request))
+    return request
+
+
+def _named(where: str, check: Callable[[], None]) -> None:
+    """Check a prompt; an error says which it was."""
     try:
-        engine.check_request(request)
+        check()
     except RequestError as error:
         raise RequestError(f"{where}: {error}", param=error.param) from None
-    return request
 
 
 def _token_ids(engine: Engine, prompt: Prompt, where: str) -> list[int]:

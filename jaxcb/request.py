@@ -96,6 +96,8 @@ class RequestOutput:
     """Of the prompt's tokens from the second on, if they were asked for; there from the first output on."""
     logprobs_parts: Sequence[Logprobs] | None = dataclasses.field(default=None, repr=False)
     new_logprobs_parts: Sequence[Logprobs] | None = dataclasses.field(default=None, repr=False)
+    score: float | None = None
+    """What a beam search ranks its answers by."""
     choices: Sequence[RequestOutput] = dataclasses.field(default=(), repr=False)
     """All ``n`` answers, on the first one that ``generate`` returns; empty where n is 1."""
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxcb.engine.step_log import StepLog
+from jaxcb.errors import RequestError
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import Scheduler, TokenEvent
@@ -53,6 +54,15 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """See :meth:`Scheduler.add`."""
         self.scheduler.add(request)
+
+    def fork(self, request: Request, parent_id: str | None) -> None:
+        """Add a request that shares the pages of a sequence, if that is still here: see :meth:`Scheduler.add`."""
+        try:
+            self.scheduler.add(request, parent_id=parent_id)
+        except RequestError as error:
+            if error.param != "parent_id":
+                raise
+            self.scheduler.add(request)
 
     def add_choices(self, requests: list[Request]) -> None:
         """Several answers to one prompt: see :meth:`Scheduler.add_choices`."""

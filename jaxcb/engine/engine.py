@@ -58,6 +58,17 @@ class _Call:
     result: Future[Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Forks:
+    """Requests to be put in the place of running ones, each with the key of the one that it goes on from."""
+
+    children: Sequence[tuple[Request, str | None]]
+    parents: Sequence[str]
+
+
+_Item = list[Request] | _Forks | _Ending | _Call
+
+
 class Engine:
     """Serves requests until :meth:`shutdown`. Every public method may be called from any thread.
 
@@ -110,7 +121,9 @@ class Engine:
 
         self._wake = threading.Condition()
         # In the order of the calls, which matters when an id is used again.
-        self._inbox: list[list[Request] | _Ending | _Call] = []
+        self._inbox: list[_Item] = []
+        self._replaced: list[str] = []
+        """Keys of sequences that end when the next plan is made; of the engine's thread alone."""
         # Inside the engine a request goes by a key of our own: a client may use its id again at once.
         self._keys: dict[str, list[str]] = {}
         self._streams: dict[str, OutputStream] = {}
@@ -185,21 +198,54 @@ class Engine:
             if limit is not None and (num_waiting := self._num_waiting()) + count > limit:
                 raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
             request = self._with_seed(request)
-            self._num_submitted += 1
-            self._keys[request.request_id] = keys = [
-                f"{self._num_submitted}-{index}-{request.request_id}" for index in range(count)
-            ]
+            keys: list[str] = []
+            self._keys[request.request_id] = keys
             choices, streams = [], []
-            for index, key in enumerate(keys):
+            for index in range(count):
                 choice = _choice(request, index)
-                stream = OutputStream(choice, functools.partial(self._end, key, FinishReason.ABORT), loop, index)
-                self._streams[key] = stream
-                self._text.open(key, choice)
+                key, stream = self._open(choice, index, loop)
+                keys.append(key)
                 choices.append(dataclasses.replace(choice, request_id=key))
                 streams.append(stream)
             self._inbox.append(choices)
             self._wake.notify_all()
         return streams
+
+    def fork(
+        self, parents: Sequence[OutputStream], children: Sequence[tuple[Request, int]], *, blocking: bool = False
+    ) -> list[OutputStream]:
+        """Put requests in the place of running ones of one answer: beam search. ``parents`` end when the next step is
+        planned; each child is given with the index of the parent whose beginning it shares, pages included, if both
+        find room in that step (else it is computed, or found in the prefix cache).
+
+        Errors as for :meth:`submit`; nothing is kept of any child. The queue's limit doesn't hold for them.
+        """
+        for request, _ in children:
+            _check_single(request)
+            self.check_request(request)
+        loop = None if blocking else running_loop()
+        with self._wake:
+            if not self._accepting:
+                raise EngineStoppedError(self._error or "the engine is shutting down")
+            known = [self._keys.get(parent.request.request_id, [None])[0] for parent in parents]
+            streams, forks = [], []
+            for request, parent in children:
+                key, stream = self._open(request, 0, loop)
+                self._keys[request.request_id] = [key]
+                forks.append((dataclasses.replace(request, request_id=key), known[parent]))
+                streams.append(stream)
+            self._inbox.append(_Forks(forks, [key for key in known if key is not None]))
+            self._wake.notify_all()
+        return streams
+
+    def _open(self, choice: Request, index: int, loop: asyncio.AbstractEventLoop | None) -> tuple[str, OutputStream]:
+        """A key and a stream for one answer. The caller holds the lock."""
+        self._num_submitted += 1
+        key = f"{self._num_submitted}-{index}-{choice.request_id}"
+        stream = OutputStream(choice, functools.partial(self._end, key, FinishReason.ABORT), loop, index)
+        self._streams[key] = stream
+        self._text.open(key, choice)
+        return key, stream
 
     def check_request(self, request: Request) -> None:
         """Raise RequestError if the request can never run. Keeps nothing."""
@@ -336,6 +382,7 @@ class Engine:
             with self._guard.watch():
                 while self._take_inbox():
                     self._emit(self._core.step())
+                    self._end_replaced()
                 self._drop_all()
         except BaseException as error:
             logger.exception("the step loop failed")
@@ -360,7 +407,14 @@ class Engine:
         self._emit(endings)
         return not stopping
 
-    def _take(self, item: list[Request] | _Ending | _Call) -> TokenEvent | None:
+    def _end_replaced(self) -> None:
+        """Their forks have been admitted, or had their chance."""
+        if self._replaced:
+            endings = [self._core.finish(key, FinishReason.ABORT) for key in self._replaced]
+            self._replaced = []
+            self._emit([event for event in endings if event is not None])
+
+    def _take(self, item: _Item) -> TokenEvent | None:
         if isinstance(item, _Ending):
             return self._core.finish(item.key, item.reason)
         if isinstance(item, _Call):
@@ -369,11 +423,17 @@ class Engine:
             except Exception as error:
                 item.result.set_exception(error)
             return None
+        requests = item if isinstance(item, list) else [child for child, _ in item.children]
         try:
-            self._core.add_choices(item)
+            if isinstance(item, list):
+                self._core.add_choices(item)
+            else:
+                self._replaced += item.parents
+                for child, parent in item.children:
+                    self._core.fork(child, parent)
         except RequestError as error:
             self._text.put(
-                [TextEvent(choice.request_id, None, FinishReason.ERROR, error=str(error)) for choice in item]
+                [TextEvent(choice.request_id, None, FinishReason.ERROR, error=str(error)) for choice in requests]
             )
         return None
 

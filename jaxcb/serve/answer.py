@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxcb.request import RequestOutput, best_choices
+from jaxcb.serve.beams import requests_of, search_all
 from jaxcb.serve.call import Call, Face
 from jaxcb.serve.errors import ApiError, ClientLeftError, error_body
 from jaxcb.serve.responses import Usage, encode
@@ -49,6 +50,19 @@ async def answer_whole(
     return Response(
         encode(face.answer(call, chosen, Usage.of(outputs, echo_only=call.echo_only))), media_type="application/json"
     )
+
+
+async def answer_beams(service: Service, face: Face, call: Call, receive: Receive) -> Response:
+    """Search, and answer with one body.
+
+    Raises:
+        RequestError: a search can never run.
+        QueueFullError, EngineStoppedError: the engine refused or dropped one.
+        ClientLeftError: nobody waits for the answer any more.
+    """
+    requests = requests_of(service, call)
+    outputs = await _while_connected(search_all(service, call, requests), receive, call, ())
+    return Response(encode(face.answer(call, outputs, Usage.of(outputs))), media_type="application/json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route, Router
 
 from jaxcb.serve import chat, completions
-from jaxcb.serve.answer import EventStream, answer_whole
+from jaxcb.serve.answer import EventStream, answer_beams, answer_whole
 from jaxcb.serve.auth import RequireApiKey
 from jaxcb.serve.body import read_json_body
 from jaxcb.serve.call import Call, Face
@@ -104,6 +104,8 @@ async def _generate(request: Request, read: Callable[[bytes, Service], Call], fa
     async with service.reading():
         body = await read_json_body(request)
     call = await asyncio.to_thread(read, body, service)
+    if call.beams:
+        return await answer_beams(service, face, call, request.receive)
     streams = service.submit(call)
     if call.stream:
         return EventStream(service=service, face=face, call=call, streams=streams)

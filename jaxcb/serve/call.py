@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from jaxcb.beam import BeamParams
 from jaxcb.errors import RequestError
 from jaxcb.request import RequestOutput, SamplingParams
 from jaxcb.serve.requests import StreamOptions
@@ -46,6 +47,8 @@ class Call:
     """The prompt comes back without an answer: the one token that the engine makes is left out."""
     num_prompt_logprobs: int | None = None
     """Likeliest tokens beside each of the prompt, where the body asked for the prompt's log-probabilities."""
+    beams: Sequence[BeamParams] = ()
+    """How each prompt is searched, where the body asked for beam search."""
     offsets: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of a stream with log-probabilities: characters of the tokens sent so far, by choice."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))

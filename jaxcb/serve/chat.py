@@ -9,7 +9,8 @@ import msgspec
 from msgspec import UNSET
 
 from jaxcb.errors import RequestError
-from jaxcb.request import RequestOutput
+from jaxcb.request import RequestOutput, SamplingParams
+from jaxcb.serve.beams import BeamFields
 from jaxcb.serve.call import Call, Face, Prompt, new_id, refuse_streamed_prompt_logprobs, wants_usage
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
 from jaxcb.serve.logprobs import chat_logprobs, prompt_logprobs
@@ -45,6 +46,7 @@ def read(body: bytes, service: Service) -> Call:
     refuse_unsupported(fields, CHAT_UNSUPPORTED)
     sampling = take(fields, SamplingFields)
     scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
+    beam = take(fields, BeamFields)
     take(fields, IgnoredFields)
     chat = convert(fields, ChatFields)
     model = service.check_model(chat.model)
@@ -56,12 +58,20 @@ def read(body: bytes, service: Service) -> Call:
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     refuse_streamed_prompt_logprobs(chat.stream, chat.prompt_logprobs)
     sampling = _one_limit(sampling, chat.max_completion_tokens)
-    sampling.params(defaults={}, logprobs=logprobs)  # refused before the template does its work
+    beams = beam.params(sampling, stream=chat.stream, logprobs=chat.logprobs, prompt_logprobs=chat.prompt_logprobs)
+    if beams is None:
+        sampling.params(defaults={}, logprobs=logprobs)  # refused before the template does its work
     token_ids = service.engine.tokenizer.apply_chat_template(
         [_message(message) for message in chat.messages], max_tokens=service.max_model_len
     )
     defaults = service.sampling_defaults(len(token_ids), None)
-    params = sampling.params(defaults=defaults, logprobs=logprobs, prompt_logprobs=chat.prompt_logprobs)
+    if beams is None:
+        params = sampling.params(defaults=defaults, logprobs=logprobs, prompt_logprobs=chat.prompt_logprobs)
+        searched = []
+    else:
+        room = max(service.max_model_len - len(token_ids), 1)
+        searched = [beams.of(sampling, defaults["max_tokens"] or room)]
+        params = SamplingParams(n=searched[0].width)
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     return Call(
         id=new_id("chatcmpl"),
@@ -72,6 +82,7 @@ def read(body: bytes, service: Service) -> Call:
         tokenizer=service.engine.tokenizer,
         scheduling=scheduling,
         num_prompt_logprobs=chat.prompt_logprobs,
+        beams=searched,
         field_names={"prompt": "messages", "max_tokens": limit_name},
     )
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from jaxcb.errors import RequestError
 from jaxcb.logprobs import Logprobs
-from jaxcb.request import FinishReason, RequestOutput
+from jaxcb.request import FinishReason, RequestOutput, SamplingParams
+from jaxcb.serve.beams import BeamFields
 from jaxcb.serve.call import Call, Face, Prompt, new_id, refuse_streamed_prompt_logprobs, wants_usage
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
 from jaxcb.serve.logprobs import TextLogprobs, echoed_logprobs, prompt_logprobs, text_logprobs
@@ -44,6 +45,7 @@ def read(body: bytes, service: Service) -> Call:
     refuse_unsupported(fields, COMPLETION_UNSUPPORTED)
     sampling = take(fields, SamplingFields)
     scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
+    beam = take(fields, BeamFields)
     take(fields, IgnoredFields)
     completion = convert(fields, CompletionFields)
     model = service.check_model(completion.model)
@@ -52,6 +54,14 @@ def read(body: bytes, service: Service) -> Call:
     if best_of is not None and completion.stream:
         raise RequestError("best_of can't be streamed: which answer is best is known at the end", param="best_of")
     refuse_streamed_prompt_logprobs(completion.stream, completion.prompt_logprobs)
+    beams = beam.params(
+        sampling,
+        stream=completion.stream,
+        best_of=best_of,
+        echo=completion.echo,
+        logprobs=completion.logprobs,
+        prompt_logprobs=completion.prompt_logprobs,
+    )
     echo = bool(completion.echo)
     echo_only = echo and sampling.max_tokens == 0  # OpenAI's way to have a text scored
     if echo_only:
@@ -60,6 +70,8 @@ def read(body: bytes, service: Service) -> Call:
     if echo and completion.logprobs is not None:
         prompt_logprobs = max(completion.logprobs, prompt_logprobs or 0)
     prompts = _prompts(completion.prompt, service)
+    if beams is not None:
+        return _beam_call(beams, sampling, prompts, model, scheduling, service)
     return Call(
         id=new_id("cmpl"),
         model=model,
@@ -82,6 +94,28 @@ def read(body: bytes, service: Service) -> Call:
         scheduling=scheduling,
         echo_only=echo_only,
         num_prompt_logprobs=completion.prompt_logprobs,
+    )
+
+
+def _beam_call(
+    fields: BeamFields,
+    sampling: SamplingFields,
+    prompts: Sequence[Sequence[int]],
+    model: str,
+    scheduling: Mapping[str, Any],
+    service: Service,
+) -> Call:
+    limits = [service.sampling_defaults(len(ids), DEFAULT_MAX_TOKENS)["max_tokens"] for ids in prompts]
+    beams = [fields.of(sampling, limit) for limit in limits]
+    return Call(
+        id=new_id("cmpl"),
+        model=model,
+        prompts=[Prompt(ids, SamplingParams(n=beams[0].width)) for ids in prompts],
+        stream=False,
+        include_usage=False,
+        tokenizer=service.engine.tokenizer,
+        scheduling=scheduling,
+        beams=beams,
     )
 
 

@@ -89,8 +89,6 @@ class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "response_format": ({"type": "text"},),

@@ -13,16 +13,17 @@ from tests.pallas_kernels.batches import attend
 
 
 @pytest.mark.parametrize(
-    "heads, head_dim, dtype, window, soft_cap, decode_only",
+    "heads, head_dim, dtype, window, soft_cap, decode_only, one_path",
     [
-        ((9, 3), 64, "bfloat16", None, None, False),
-        ((9, 3), 64, "float32", None, None, True),
-        ((32, 8), 128, "bfloat16", 1024, 30.0, False),
-        ((8, 1), 256, "bfloat16", None, None, True),
-        ((32, 32), 80, "float16", None, None, False),
+        ((9, 3), 64, "bfloat16", None, None, False, False),
+        ((9, 3), 64, "float32", None, None, True, False),
+        ((32, 8), 128, "bfloat16", 1024, 30.0, False, False),
+        ((8, 1), 256, "bfloat16", None, None, True, False),
+        ((32, 32), 80, "float16", None, None, False, False),
+        ((32, 8), 128, "bfloat16", 1024, None, True, True),
     ],
 )
-def test_ragged_kernel_lowers_for_h200(heads, head_dim, dtype, window, soft_cap, decode_only):
+def test_ragged_kernel_lowers_for_h200(heads, head_dim, dtype, window, soft_cap, decode_only, one_path):
     num_heads, num_kv_heads = heads
     num_tokens = 16 if decode_only else 64
     shapes = (
@@ -41,6 +42,7 @@ def test_ragged_kernel_lowers_for_h200(heads, head_dim, dtype, window, soft_cap,
         window=window,
         soft_cap=soft_cap,
         decode_only=decode_only,
+        one_path=one_path,
         backend="triton",
         interpret=False,
         target="h200",
@@ -49,6 +51,6 @@ def test_ragged_kernel_lowers_for_h200(heads, head_dim, dtype, window, soft_cap,
     mesh = AbstractMesh((1,), ("device",), abstract_device=h200)
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    kernels = 2 if decode_only else 3  # tiles of chunks; splits of decodes and their merge
+    kernels = 1 if one_path else 2 if decode_only else 3  # tiles of chunks; splits of decodes and their merge
     assert lowered.count("__gpu$xla.gpu.triton") == kernels
     assert "stablehlo.while" not in lowered, "a loop outside the kernel breaks the step's CUDA graph"

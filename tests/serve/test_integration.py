@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from scipy.special import log_softmax
 
 from .process import REAL, ServerProcess, run_to_end
 from .sse import events
-from .tiny_model import FIRST_ORDINARY_ID, VOCAB_SIZE
+from .tiny_model import CHECKPOINT, EOS_ID, FIRST_ORDINARY_ID, VOCAB_SIZE
 
 pytestmark = pytest.mark.xdist_group("serve_integration")  # one server process, shared by the tests of this file
 
@@ -197,6 +199,8 @@ def test_stop_strings_cut_the_text_at_the_same_place_on_every_path(http: httpx.C
             four_ways(http, "tell me", max_tokens=40, stop=stops, include_stop_str_in_output=True)
         )
         assert (kept, kept_count) == (full[:start] + stop, count)
+    for stops in ([""], ["x"] * 100):
+        assert refused(http, "/v1/completions", prompt="tell me", stop=stops)["param"] == "stop"
     for stops in ([], None, "tell me"):
         assert set(four_ways(http, "tell me", max_tokens=40, stop=stops)) == {(full, "length", 40)}
 
@@ -221,6 +225,31 @@ def test_min_tokens_hold_back_stop_ids_and_stop_strings(http: httpx.Client) -> N
     [first] = [ids for ids in groups if complete(http, "abc", stop_token_ids=ids)["completion_tokens"] == 1]
     held = complete(http, "abc", max_tokens=40, min_tokens=10, ignore_eos=False, stop_token_ids=first)
     assert held["completion_tokens"] >= 10
+    forced = {"max_tokens": 40, "min_tokens": 5, "ignore_eos": False, "logit_bias": {str(EOS_ID): 100}}
+    ended = complete(http, "abc", **forced)
+    assert (ended["completion_tokens"], ended["finish_reason"]) == (6, "stop"), "the end token is the sixth"
+
+
+def test_scores_of_an_echoed_prompt_are_those_of_transformers(http: httpx.Client) -> None:
+    """llama.cpp#27174: echo with logprobs gave the scores of the answer alone."""
+    stored = np.load(CHECKPOINT / "logits.npz")
+    ids = stored["ids"].tolist()
+    expected = log_softmax(stored["logits"], -1)[np.arange(len(ids) - 1), ids[1:]]
+    body = {"prompt": ids, "echo": True, "logprobs": 2}
+    for max_tokens in (0, 1, 5):
+        choice = complete(http, **body, max_tokens=max_tokens)
+        scores = choice["logprobs"]
+        assert {len(values) for values in scores.values()} == {len(ids) + max_tokens}
+        assert choice["completion_tokens"] == max_tokens and choice["prompt_tokens"] == len(ids)
+        assert scores["token_logprobs"][0] is None and max(scores["token_logprobs"][1:]) <= 0
+        np.testing.assert_allclose(scores["token_logprobs"][1 : len(ids)], expected, atol=2e-3)
+        starts = np.cumsum([0, *map(len, scores["tokens"])])[:-1]
+        assert scores["text_offset"] == starts.tolist()
+        request = {**body, **GREEDY, "max_tokens": max_tokens, "stream": True}
+        chunks = events(http.post("/v1/completions", json=request).text)
+        streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        for name in scores:
+            assert [value for piece in streamed if piece for value in piece[name]] == scores[name]
 
 
 @contextlib.asynccontextmanager
