@@ -4,6 +4,9 @@ A decode bucket runs with all its rows at --context tokens. A mixed bucket runs 
 and prompts of --context tokens in the rest. Steps follow each other as in the engine: step k + 1 is launched before
 step k has ended.
 
+--replay also runs the workload through the scheduler and, in turn with that, launches the very same steps back to back
+with no scheduler: the ratio is what planning, committing and their gaps cost.
+
 "Padding above" is the share of padding in the worst step that still runs in the bucket: the one that is a token too
 large for the bucket before. The last columns count steps and padding of a workload run through the scheduler, all
 requests at once.
@@ -25,6 +28,8 @@ from bench.common import (
     describe,
     make_parser,
     markdown_table,
+    paired_ratio,
+    percentile,
     positive,
     run,
     save,
@@ -36,7 +41,7 @@ from bench.roofline import Speeds, Work
 from bench.workload import SEED, Workload, make, read
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.buckets import Bucket
-from jaxcb.step.runner import Runner
+from jaxcb.step.runner import InFlight, Runner
 
 _WARM_UP_STEPS = 3
 
@@ -103,6 +108,41 @@ def replay_in_process(process: InProcess, workload: Workload, *, progress: bool)
     return noting.steps
 
 
+def replay_ratio(process: InProcess, workload: Workload, num_rounds: int, *, progress: bool) -> dict[str, object]:
+    """Wall time of a workload's steps with the scheduler over that of the same steps without, in turns."""
+    with_s, without_s, num_steps = [], [], 0
+    for _ in tqdm(range(num_rounds), desc="replay", unit="round", disable=not progress):
+        core, noting = process.new_core()
+        for number, item in enumerate(workload.items):
+            core.add(exact_length(str(number), item))
+        begun_s = time.perf_counter()
+        while core.has_work:
+            core.step()
+        with_s.append(time.perf_counter() - begun_s)
+        without_s.append(_back_to_back(process.runner, noting.plans, run_ahead=process.config.run_ahead))
+        num_steps = len(noting.plans)
+    return {
+        "rounds": num_rounds,
+        "steps": num_steps,
+        "scheduled_s": percentile(with_s, 50),
+        "replayed_s": percentile(without_s, 50),
+        "ratio": paired_ratio(with_s, without_s),
+    }
+
+
+def _back_to_back(runner: Runner, plans: Sequence[StepPlan], *, run_ahead: bool) -> float:
+    """Seconds of the steps, launched as the engine does, with nothing else between them."""
+    begun_s = time.perf_counter()
+    in_flight: list[InFlight] = []
+    for plan in plans:
+        in_flight.append(runner.launch(plan))
+        if len(in_flight) > run_ahead:
+            in_flight.pop(0).wait()
+    for last in in_flight:
+        last.wait()
+    return time.perf_counter() - begun_s
+
+
 def main(argv: Sequence[str] | None = None) -> Result:
     """The command line."""
     parser = make_parser("buckets", __doc__, seed=SEED, seed_help="of the workload")
@@ -111,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     parser.add_argument("--context", type=positive, default=256, metavar="N", help="tokens; default 256")
     parser.add_argument("--num-requests", type=positive, default=32, metavar="N", help="of the workload; default 32")
     parser.add_argument("--workload", type=Path, metavar="FILE", help="default: like bench/workload.json, by --seed")
+    parser.add_argument("--replay", type=positive, metavar="ROUNDS", help="compare with the same steps, unscheduled")
     args = parser.parse_args(argv)
 
     process = InProcess.load(engine_config(args, enable_prefix_caching=False))
@@ -148,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
         "buckets": _rows(buckets, steps_s, least_s, uses),
         "workload_padding": _total(uses).padding,
     }
+    if args.replay is not None:
+        result["replay"] = replay_ratio(process, workload, args.replay, progress=progress)
     _print(result)
     save(args.json, result)
     return result
@@ -207,6 +250,12 @@ def _print(result: Result) -> None:
     print(f"full steps at context {result['context']}, {result['steps']} timed for each bucket")
     print(markdown_table(headers, lines))
     print(f"workload: {result['workload']}: {result['workload_padding']:.1%} of the computed token rows were padding")
+    if "replay" in result:
+        replay = result["replay"]
+        print(
+            f"replay: {replay['steps']} steps take {replay['scheduled_s']:.2f} s with the scheduler, "
+            f"{replay['replayed_s']:.2f} s back to back: {replay['ratio']:.3f} times ({replay['rounds']} rounds in turn)"
+        )
 
 
 if __name__ == "__main__":

@@ -47,12 +47,19 @@ class NotingRunner:
 
     def __init__(self, runner: Runner):
         self.runner = runner
-        self.steps: list[LaunchedStep] = []
+        self.plans: list[StepPlan] = []
 
     def launch(self, plan: StepPlan) -> InFlight:
-        in_flight = self.runner.launch(plan)
-        self.steps.append(LaunchedStep(in_flight.bucket, tuple(map(_note, plan.rows))))
-        return in_flight
+        self.plans.append(plan)
+        return self.runner.launch(plan)
+
+    @property
+    def steps(self) -> list[LaunchedStep]:
+        """What was launched."""
+        choose = self.runner.buckets.choose
+        return [
+            LaunchedStep(choose(plan.num_tokens, plan.decode_only), tuple(map(_note, plan.rows))) for plan in self.plans
+        ]
 
 
 def _note(row: Row) -> LaunchedRow:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import buckets
-from bench.buckets import Use, padding_above, replay_in_process, time_steps, use_of_buckets
+from bench.buckets import Use, padding_above, replay_in_process, replay_ratio, time_steps, use_of_buckets
 from bench.full_step import full_plan
 from bench.inprocess import InProcess, LaunchedRow, LaunchedStep
 from bench.workload import make
@@ -57,6 +57,14 @@ def test_the_command_prints_every_bucket(process, monkeypatch, tmp_path, capsys)
     assert 0 < result["workload_padding"] < 1
     printed = capsys.readouterr().out
     assert "device cpu" in printed and "dtype float32" in printed and "| mixed 16 |" in printed
+
+
+def test_the_same_steps_are_replayed_without_the_scheduler(process):
+    workload = make(process.tokenizer, 3, 4, max_total_tokens=40)
+    num_steps = len(replay_in_process(process, workload, progress=False))
+    result = replay_ratio(process, workload, 2, progress=False)
+    assert (result["steps"], result["rounds"]) == (num_steps, 2)
+    assert result["replayed_s"] > 0 and result["ratio"] > 0
 
 
 def _step(bucket: Bucket, *num_tokens: int) -> LaunchedStep:
