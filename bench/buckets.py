@@ -254,7 +254,7 @@ def _print(result: Result) -> None:
         replay = result["replay"]
         print(
             f"replay: {replay['steps']} steps take {replay['scheduled_s']:.2f} s with the scheduler, "
-            f"{replay['replayed_s']:.2f} s back to back: {replay['ratio']:.3f} times ({replay['rounds']} rounds in turn)"
+            f"{replay['replayed_s']:.2f} s back to back: {replay['ratio']:.3f} times ({replay['rounds']} rounds)"
         )
 
 

@@ -72,6 +72,8 @@ class EngineConfig(SchedulingKnobs):
             and on CPUs native where its kernels can be built and run, else xla.
         step_log: a file that gets a line of JSON a step (what it computed, how long it took), from which the simulator
             calibrates itself: ``jaxcb.sim.StepTimeModel.fit(file)``.
+        trace: a file that gets a Chrome trace of the engine: planning, launching, the device, committing and text, a
+            lane each; ui.perfetto.dev opens it.
 
     Raises:
         ConfigError: a value can't work; ``.param`` names the field.
@@ -101,7 +103,8 @@ class EngineConfig(SchedulingKnobs):
     event_log: str | os.PathLike[str] | None = None
     seed: int = 0
     backend: Backend | None = None
-    step_log: str | None = None
+    step_log: str | os.PathLike[str] | None = None
+    trace: str | os.PathLike[str] | None = None
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> EngineConfig:
@@ -116,10 +119,10 @@ class EngineConfig(SchedulingKnobs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("model", "event_log", "generation_config"):
+        for name in ("model", "event_log", "step_log", "trace", "generation_config"):
             if isinstance(getattr(self, name), os.PathLike):
                 self._set(name, os.fspath(getattr(self, name)))
-        for name in ("model", "revision", "event_log"):
+        for name in ("model", "revision", "event_log", "step_log", "trace"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)

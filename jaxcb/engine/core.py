@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxcb.engine.step_log import StepLog
+from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import RequestError
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request
@@ -37,10 +38,18 @@ class EngineCore:
         device                    [---- step 1 ----][---- step 2 ----][---- step 3 ---- ...
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, run_ahead: bool, step_log: StepLog | None = None):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        run_ahead: bool,
+        step_log: StepLog | None = None,
+        trace: EngineTrace | None = None,
+    ):
         self.scheduler = scheduler
         self.runner = runner
-        self.step_log = step_log
+        self.step_log, self.trace = step_log, trace
         self.num_steps = 0
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
@@ -93,21 +102,29 @@ class EngineCore:
         started_s = time.perf_counter()
         plan = self.scheduler.plan()
         if plan is not None:
+            planned_s = time.perf_counter()
             self._in_flight.append(self.runner.launch(plan))
             self.num_steps += 1
             if self.step_log is not None:
                 self.step_log.launched(plan.step, started_s)
+            if self.trace is not None:
+                self.trace.span("plan", f"plan {plan.step}", started_s, planned_s, sequences=plan.num_rows)
+                self.trace.span("launch", f"launch {plan.step}", planned_s, time.perf_counter())
         elif not self._in_flight and self.scheduler.has_requests:
             raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             oldest = self._in_flight.popleft()
             token_ids, ended_s = oldest.wait(), time.perf_counter()
-            self._observe(oldest, ended_s)
+            begun_s = self._observe(oldest, ended_s)
             self._collect_prompt_logprobs(oldest)
             events = list(self.scheduler.commit(oldest.plan, token_ids))
             self._add_logprobs(oldest, events)
             if self.step_log is not None:
                 self.step_log.done(oldest, ended_s, more=self.has_work)
+            if self.trace is not None:
+                step, tokens = oldest.plan.step, oldest.plan.num_tokens
+                self.trace.span("device", f"{oldest.bucket}", begun_s, ended_s, step=step, tokens=tokens)
+                self.trace.span("commit", f"commit {step}", ended_s, time.perf_counter(), tokens=len(events))
             return events
         return []
 
@@ -136,10 +153,12 @@ class EngineCore:
                 if sequence.status is not Status.FINISHED
             }
 
-    def _observe(self, step: InFlight, ended_s: float) -> None:
-        """The device took the step up when it was launched, or when it was done with the one before."""
-        self.scheduler.observe(step.plan, ended_s - max(step.launched_s, self._last_wait_s))
+    def _observe(self, step: InFlight, ended_s: float) -> float:
+        """When the device took the step up: when it was launched, or done with the one before."""
+        begun_s = max(step.launched_s, self._last_wait_s)
+        self.scheduler.observe(step.plan, ended_s - begun_s)
         self._last_wait_s = ended_s
+        return begun_s
 
 
 def _in_order(pieces: dict[int, Logprobs]) -> Logprobs:

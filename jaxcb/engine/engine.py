@@ -24,6 +24,7 @@ from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, schedule
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.stream import OutputStream, deliver, running_loop
+from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
@@ -115,7 +116,14 @@ class Engine:
                 itemsize,
                 padding_costs=self.config.backend != "native",
             )
-        self._core = EngineCore(self._scheduler, self._runner, run_ahead=self.config.run_ahead, step_log=self._step_log)
+        self._trace = None if self.config.trace is None else EngineTrace(Path(self.config.trace))
+        self._core = EngineCore(
+            self._scheduler,
+            self._runner,
+            run_ahead=self.config.run_ahead,
+            step_log=self._step_log,
+            trace=self._trace,
+        )
         self._random = random.Random(self.config.seed)
         self._guard = CompileGuard()
 
@@ -133,7 +141,8 @@ class Engine:
         self._error: str | None = None
         self._finished: Counter[str] = Counter()
         self._started_s = time.monotonic()
-        self._text = TextWorker(tokenizer, self._deliver, self._stop_found)
+        on_batch = None if self._trace is None else self._texted
+        self._text = TextWorker(tokenizer, self._deliver, self._stop_found, on_batch)
         self._thread = threading.Thread(target=self._run, name="jaxcb-engine", daemon=True)
 
     @classmethod
@@ -352,8 +361,9 @@ class Engine:
         self._text.put([TextEvent(key, None, FinishReason.ABORT) for key in list(self._streams)])
         self._refuse_calls("the engine is shutting down")
         self._text.close()
-        if self._step_log is not None:
-            self._step_log.close()
+        for file in (self._step_log, self._trace):
+            if file is not None:
+                file.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -491,6 +501,10 @@ class Engine:
 
     def _stop_found(self, key: str) -> None:
         self._end(key, FinishReason.STOP)
+
+    def _texted(self, start_s: float, end_s: float, num_events: int) -> None:
+        assert self._trace is not None
+        self._trace.span("text", "text", start_s, end_s, tokens=num_events)
 
     def _end(self, key: str, reason: FinishReason) -> None:
         with self._wake:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from jaxcb.config import EngineConfig
 from jaxcb.errors import JaxcbError
@@ -58,10 +60,20 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
             ),
             flush=True,
         )
-        server.run(app, service, sock, drain_timeout_s=options.drain_timeout_s)
+        with _profiled(options.profile):
+            server.run(app, service, sock, drain_timeout_s=options.drain_timeout_s)
     finally:
         engine.shutdown()
     return 0
+
+
+def _profiled(directory: str | None) -> AbstractContextManager[object]:
+    """Under jax's profiler, if a directory is given."""
+    if directory is None:
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.profiler.trace(directory)
 
 
 def _set_up_logging(options: ServeOptions) -> None:

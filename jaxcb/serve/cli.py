@@ -28,6 +28,7 @@ class ServeOptions:
     Arguments:
         chat_template: Jinja source that replaces the model's own.
         drain_timeout_s: how long running requests may go on after the first SIGTERM or SIGINT.
+        profile: a directory for what jax's profiler sees while the server runs.
     """
 
     host: str
@@ -37,6 +38,7 @@ class ServeOptions:
     chat_template: str | None
     drain_timeout_s: float
     log_level: str
+    profile: str | None
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[EngineConfig, ServeOptions]:
@@ -65,6 +67,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[EngineConfig, ServeOptions
         chat_template=None if args.chat_template is None else _read_template(args.chat_template),
         drain_timeout_s=args.drain_timeout,
         log_level=args.log_level,
+        profile=args.profile,
     )
     return config, options
 
@@ -134,10 +137,10 @@ def _parser() -> argparse.ArgumentParser:
         "--deterministic", action="store_true", help="the same bits in any company; costs speed (README)"
     )
     engine.add_argument("--step-log", metavar="FILE", help="a line of JSON a step, to calibrate the simulator")
+    engine.add_argument("--trace", metavar="FILE", help="of what the engine did when, for Perfetto")
+    engine.add_argument("--profile", metavar="DIR", help="of jax's profiler, for TensorBoard")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests that bring none")
-    engine.add_argument(
-        "--event-log", metavar="FILE", help="what the scheduler did, to be replayed (holds the prompts)"
-    )
+    engine.add_argument("--event-log", metavar="FILE", help="what the scheduler did (holds the prompts)")
     return parser
 
 

@@ -118,10 +118,17 @@ class _TextState:
 
 
 class TextWorker:
-    """``on_stop(key)`` is called when a stop string ends a request that the engine still runs."""
+    """``on_stop(key)`` is called when a stop string ends a request that the engine still runs; ``on_batch(start_s,
+    end_s, num_events)``, on the clock of ``time.perf_counter()``, when the events of a step are delivered."""
 
-    def __init__(self, tokenizer: Tokenizer, sink: Sink, on_stop: Callable[[str], None]):
-        self._tokenizer, self._sink, self._on_stop = tokenizer, sink, on_stop
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sink: Sink,
+        on_stop: Callable[[str], None],
+        on_batch: Callable[[float, float, int], None] | None = None,
+    ):
+        self._tokenizer, self._sink, self._on_stop, self._on_batch = tokenizer, sink, on_stop, on_batch
         self._queue: queue.SimpleQueue[list[TextEvent] | tuple[str, Request] | None] = queue.SimpleQueue()
         self._open: dict[str, _TextState] = {}
         self._thread = threading.Thread(target=self._run, name="jaxcb-text", daemon=True)
@@ -146,7 +153,10 @@ class TextWorker:
                 key, request = item
                 self._open[key] = _TextState(request, self._tokenizer)
             else:
+                start_s = time.perf_counter()
                 self._sink(self._updates(item))
+                if self._on_batch is not None:
+                    self._on_batch(start_s, time.perf_counter(), len(item))
 
     def _updates(self, events: list[TextEvent]) -> list[tuple[str, TextUpdate]]:
         now_s = time.monotonic()
