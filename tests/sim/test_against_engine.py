@@ -1,7 +1,8 @@
 """The simulator against the engine: the same requests must make the same steps, and take the time that they took.
 
-``recordings/`` holds two step logs of SmolLM2-135M on a CPU of two cores, with other requests each. They were made by
-:func:`tests.sim.record.main`, which says how; what the simulator knows of them are the numbers of tokens.
+``recordings/`` holds two step logs of SmolLM2-135M on a busy CPU of two cores, with other requests each; a step's time
+is the least of six runs, which took turns. They were made by :func:`tests.sim.record.main`, which says how; what the
+simulator knows of them are the numbers of tokens.
 """
 
 import dataclasses
