@@ -15,6 +15,9 @@ GPU_MIXED_BUCKETS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 GPU_WORKSPACE_BYTES = 2**30
 """Left for temporaries of the compiled steps."""
 
+PROMPT_ROWS = 64
+"""Prompt positions whose log-probabilities one call computes."""
+
 
 class BatchLimits(NamedTuple):
     """Sizes of the largest step."""
@@ -64,6 +67,17 @@ def fills_exactly(config: EngineConfig, *, padding_costs: bool) -> bool:
     if config.exact_fill is None:
         return padding_costs and config.enable_chunked_prefill
     return config.exact_fill
+
+
+def logprobs_bytes(vocab_size: int, num_seqs: int) -> int:
+    """Most memory of a device that log-probabilities take at once, whatever is asked for.
+
+    Those of every id of every row, float32, of the two steps that run-ahead has in flight, and twice that while the
+    second is computed; and of ``PROMPT_ROWS`` positions of prompts, their logits and what is in between. Calls for more
+    positions wait for each other where every id is asked for; of the likeliest ids there are few.
+    """
+    row_bytes = 4 * vocab_size
+    return 4 * num_seqs * row_bytes + 4 * PROMPT_ROWS * row_bytes
 
 
 def num_host_pages(config: EngineConfig, page_bytes: int) -> int:

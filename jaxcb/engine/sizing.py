@@ -21,6 +21,7 @@ from jaxcb.sizing import (
     batch_limits,
     decode_sizes,
     fills_exactly,
+    logprobs_bytes,
     mixed_sizes,
     num_host_pages,
     scheduler_limits,
@@ -48,7 +49,8 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
     max_model_len = wanted_model_len(config, spec.max_position)
     seqs, budget = batch_limits(config, max_model_len, on_cpu=on_cpu)
     page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * config.page_size
-    pages = _num_pages(config, page_bytes, seqs * -(-max_model_len // config.page_size), on_cpu)
+    most = seqs * -(-max_model_len // config.page_size)
+    pages = _num_pages(config, page_bytes, most, vocab_size=spec.vocab_size, num_seqs=seqs, on_cpu=on_cpu)
     capacity = pages * config.page_size
     if capacity < max_model_len:
         if config.max_model_len is not None:
@@ -146,7 +148,9 @@ def backend_of(config: EngineConfig) -> Backend:
     return _set(config.backend)
 
 
-def _num_pages(config: EngineConfig, page_bytes: int, most: int, on_cpu: bool) -> int:
+def _num_pages(
+    config: EngineConfig, page_bytes: int, most: int, *, vocab_size: int, num_seqs: int, on_cpu: bool
+) -> int:
     """Pages by number, by bytes, or by what the machine has; ``most`` is what max_num_seqs full sequences need."""
     if config.num_kv_pages is not None:
         return config.num_kv_pages
@@ -155,7 +159,8 @@ def _num_pages(config: EngineConfig, page_bytes: int, most: int, on_cpu: bool) -
     elif on_cpu:
         pages = min(most, max(CPU_KV_BYTES // page_bytes, 1))
     else:
-        pages = min(most, _free_gpu_bytes(config.gpu_memory_utilization) // page_bytes)
+        free_bytes = _free_gpu_bytes(config.gpu_memory_utilization) - logprobs_bytes(vocab_size, num_seqs)
+        pages = min(most, free_bytes // page_bytes)
     if pages < 1:
         raise ConfigError(
             f"the memory for the KV cache holds no page: {config.page_size} tokens take {page_bytes:,} bytes",

@@ -13,12 +13,13 @@ from jaxcb.sampling_params import MAX_LOGPROBS
 
 
 class RowLogprobs(NamedTuple):
-    """A row for each token. K is ``MAX_LOGPROBS`` (or V, if that is less), or V where all are wanted."""
+    """A row for each token. K is ``MAX_LOGPROBS`` (or V, if that is less). Where all are wanted, ``top`` is of every id
+    in order, and there are no ``top_ids``: they would double what is sent."""
 
     chosen: Float[Array, "S"]
     ranks: Int[Array, "S"]
-    top_ids: Int[Array, "S K"]
-    top: Float[Array, "S K"]
+    top_ids: Int[Array, "S K"] | None
+    top: Float[Array, "S V_or_K"]
 
 
 def row_logprobs(logits: Float[Array, "S V"], token_ids: Int[Array, "S"], *, every: bool) -> RowLogprobs:
@@ -27,7 +28,6 @@ def row_logprobs(logits: Float[Array, "S V"], token_ids: Int[Array, "S"], *, eve
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], 1)
     ranks = jnp.sum(logprobs > chosen, -1) + 1
     if every:
-        top_ids, top = jnp.broadcast_to(jnp.arange(logits.shape[1]), logits.shape), logprobs
-    else:
-        top, top_ids = lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+        return RowLogprobs(chosen[:, 0], ranks.astype(jnp.int32), None, logprobs)
+    top, top_ids = lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
     return RowLogprobs(chosen[:, 0], ranks.astype(jnp.int32), top_ids.astype(jnp.int32), top)

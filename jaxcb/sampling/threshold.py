@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -19,6 +20,10 @@ SMALLEST_SHARE = 1e-30
 
 def kth_largest(values: Float[Array, "S V"], k: Int[Array, "S"]) -> Float[Array, "S"]:
     """The largest t for which at least ``k`` values of the row are >= t. Values are >= 0, 1 <= k <= V."""
+    return _row_by_row(_kth_largest, values, k)
+
+
+def _kth_largest(values: Float[Array, "S V"], k: Int[Array, "S"]) -> Float[Array, "S"]:
     return _search(values.shape[0], lambda t: jnp.sum(values >= t[:, None], -1) >= k)
 
 
@@ -29,6 +34,12 @@ def mass_threshold(
 
     Keys are >= 0. The row's largest key always stays, and share 1 keeps everything above zero.
     """
+    return _row_by_row(_mass_threshold, keys, weights, share)
+
+
+def _mass_threshold(
+    keys: Float[Array, "S V"], weights: Float[Array, "S V"], share: Float[Array, "S"]
+) -> Float[Array, "S"]:
     goal = jnp.maximum(share, SMALLEST_SHARE) * jnp.sum(weights, -1)
 
     def reached(t: Float[Array, "S"]) -> Bool[Array, "S"]:
@@ -36,6 +47,14 @@ def mass_threshold(
 
     threshold = jnp.minimum(_search(keys.shape[0], reached), keys.max(-1))
     return jnp.where(share >= 1.0, 0.0, threshold)
+
+
+def _row_by_row(function: Callable[..., Float[Array, "S"]], *arrays: Array) -> Float[Array, "S"]:
+    """``function`` of all rows; on a CPU of one after the other, so that its passes find the row in the cache. Measured
+    on two cores for top-k with top-p at V = 49,152: 1.4 times as fast with 16 rows, 2.5 times with 64."""
+    if jax.default_backend() != "cpu":
+        return function(*arrays)
+    return lax.map(lambda row: function(*(array[None] for array in row))[0], arrays)
 
 
 def _search(num_rows: int, holds: Callable[[Float[Array, "S"]], Bool[Array, "S"]]) -> Float[Array, "S"]:

@@ -21,14 +21,12 @@ from jaxcb.sampling.logprobs import RowLogprobs
 from jaxcb.sampling_params import SamplingParams
 from jaxcb.scheduler import PlanRow, StepPlan
 from jaxcb.scheduler.sequence import Sequence
+from jaxcb.sizing import PROMPT_ROWS
 from jaxcb.step.batch import SlotState, sample_size, set_controls
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job
 from jaxcb.step.program import ForwardResult, compiler_options, prompt_logprobs, sample_step, token_logprobs
 from pallas_kernels.metadata import Backend
-
-PROMPT_ROWS = 64
-"""Prompt positions whose log-probabilities one call computes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +162,8 @@ class Samplers:
         prompt = [] if hidden is None else list(self._prompt_pieces(params, hidden, plan))
         if self._copies:
             for array in jax.tree.leaves((token_ids, logprobs, [piece.values for piece in prompt])):
-                array.copy_to_host_async()
+                if isinstance(array, jax.Array):
+                    array.copy_to_host_async()
         return state, Sampled(token_ids, logprobs, prompt)
 
     def _prompt_pieces(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan) -> Iterable[PromptPiece]:
@@ -181,14 +180,19 @@ class Samplers:
                     token_ids = list(prompt[start + 1 : start + 1 + count])
                     targets[:count] = token_ids
                     program = self._prompt[hidden.shape[0], wanted < 0]
-                    yield PromptPiece(
-                        sequence, start, token_ids, program(params, hidden, rows, targets, np.int32(count))
-                    )
+                    values = program(params, hidden, rows, targets, np.int32(count))
+                    if wanted < 0:  # those of a whole chunk would fill the device: see sizing.logprobs_bytes
+                        values = jax.tree.map(np.asarray, values)
+                    yield PromptPiece(sequence, start, token_ids, values)
             offset += row.num_tokens
 
 
 def _on_host(values: RowLogprobs, token_ids: list[int], rows: slice, k: int | None) -> Logprobs:
-    chosen, ranks, top_ids, top = (np.asarray(array)[rows] for array in values)
+    chosen, ranks, top = (np.asarray(array)[rows] for array in (values.chosen, values.ranks, values.top))
+    if values.top_ids is None:
+        top_ids = np.broadcast_to(np.arange(top.shape[1], dtype=np.int32), top.shape)
+    else:
+        top_ids = np.asarray(values.top_ids)[rows]
     everything = Logprobs(np.asarray(token_ids, np.int32), chosen, ranks, top_ids, top)
     return everything if k is None or k < 0 else everything.limited(k)
 
