@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 import numpy as np
 from jaxtyping import Shaped
@@ -82,7 +82,7 @@ class EngineCore:
         sequence = self.scheduler.finish(request_id, reason)
         return None if sequence is None else TokenEvent(sequence, None, reason)
 
-    def export_prefix(self, token_ids: Array[int], cache_salt: str) -> PrefixPages:
+    def export_prefix(self, token_ids: Seq[int], cache_salt: str) -> PrefixPages:
         """The KV of the longest beginning of ``token_ids`` that is cached on the device."""
         pages = self.scheduler.prefixes.find(token_ids, cache_salt)
         known = len(pages) * self.scheduler.limits.page_size

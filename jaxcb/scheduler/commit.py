@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 from jaxcb.request import FinishReason
 from jaxcb.scheduler.memory import SequenceMemory
@@ -45,7 +45,7 @@ class Commit:
             if token_ids[index] in sequence.end_ids or len(sequence.token_ids) >= sequence.max_total_tokens:
                 self._end(index)
 
-    def verified(self, rows: Array[Row], sampled: Iterable[Sampled]) -> None:
+    def verified(self, rows: Seq[Row], sampled: Iterable[Sampled]) -> None:
         """Decodes some of which have drafts, with those that were accepted and the token after them.
 
         KV of rejected guesses is written over by what comes next.
@@ -63,7 +63,7 @@ class Commit:
                 sequence.num_scheduled = len(sequence.token_ids) - 1
                 self._memory.settle(sequence)
 
-    def chunks(self, rows: Array[PlanRow], token_ids: Iterable[Sampled]) -> None:
+    def chunks(self, rows: Seq[PlanRow], token_ids: Iterable[Sampled]) -> None:
         """Parts of prompts; one that reaches its end brings the first token."""
         for row, token_id in zip(rows, token_ids, strict=True):
             sequence = row.sequence

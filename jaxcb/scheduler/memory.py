@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 from jaxcb.paging import TRASH_PAGE, Match, PrefixCache, pack_tokens
 from jaxcb.paging.prefix import TOKEN_BYTES
@@ -30,7 +30,7 @@ class Start:
     """Device page whose first positions are copied into the next page; 0 if none."""
     num_behind_window: int
     """Pages after ``shared`` that are left out, since nothing looks at them any more."""
-    host_pages: Array[int]
+    host_pages: Seq[int]
     """The sequence's swapped pages that follow."""
     num_computed: int
     """Positions whose KV that gives."""
@@ -72,7 +72,7 @@ class SequenceMemory:
         reads_cache = sequence.request.sampling.prompt_logprobs is None  # they need the whole prompt computed
         match = self.cache.match(root, sequence.packed, num_tokens - 1 if reads_cache else 0)
         shared, copy_of, behind = match.pages, 0, 0
-        host_pages: Array[int] = ()
+        host_pages: Seq[int] = ()
         num_computed = len(shared) * size
         parent = sequence.parent
         if sequence.num_swapped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 from typing import ClassVar, NamedTuple
 
 from jaxcb.logprobs import Logprobs
@@ -34,12 +34,12 @@ class PlanRow:
 
     sequence: Sequence
     slot: int
-    token_ids: Array[int]
+    token_ids: Seq[int]
     start: int
     samples: bool
     """The row reaches the sequence's last token, so the step samples the next one."""
     first_new_page: int = 0
-    new_pages: Array[int] = ()
+    new_pages: Seq[int] = ()
     """Pages that the device's block table must learn, at index ``first_new_page`` and on."""
     num_drafts: int = 0
     """The last so many of ``token_ids`` are guesses. The step samples after each of them and after the token before,
@@ -66,11 +66,11 @@ class DecodeRow(_Decode):
     for every token that is generated, so it holds only what differs."""
 
     __slots__ = ()
-    token_ids: ClassVar[Array[int]] = _NEXT
+    token_ids: ClassVar[Seq[int]] = _NEXT
     num_tokens: ClassVar[int] = 1
     samples: ClassVar[bool] = True
     first_new_page: ClassVar[int] = 0
-    new_pages: ClassVar[Array[int]] = ()
+    new_pages: ClassVar[Seq[int]] = ()
     num_drafts: ClassVar[int] = 0
 
     @property
@@ -92,13 +92,13 @@ class StepPlan:
     step: int
     decoding: list[Sequence]
     """Sequences that continue their answer by one token, or by one and its drafts."""
-    slots: Array[int]
+    slots: Seq[int]
     """Of ``decoding``."""
-    starts: Array[int]
+    starts: Seq[int]
     """Of ``decoding``: the position that is computed."""
     others: Mapping[int, PlanRow]
     """Rows of ``decoding`` with more to say than that (a new page, drafts), by index."""
-    chunks: Array[PlanRow]
+    chunks: Seq[PlanRow]
     num_tokens: int
     num_drafts: int = 0
     moves: PageMoves | None = None
@@ -106,7 +106,7 @@ class StepPlan:
     _rows: list[Row] | None = None
 
     @classmethod
-    def of(cls, rows: Array[PlanRow], num_decodes: int, *, step: int = 0) -> StepPlan:
+    def of(cls, rows: Seq[PlanRow], num_decodes: int, *, step: int = 0) -> StepPlan:
         """A plan made by hand; the first ``num_decodes`` rows are decodes."""
         decodes = rows[:num_decodes]
         return cls(

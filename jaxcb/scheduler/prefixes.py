@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 from jaxcb.errors import RequestError
 from jaxcb.paging import PrefixCache, pack_tokens
@@ -16,7 +16,7 @@ class Prefixes:
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache):
         self._limits, self._cache, self._pool = limits, cache, cache.pool
 
-    def pin(self, token_ids: Array[int], cache_salt: str = "") -> int:
+    def pin(self, token_ids: Seq[int], cache_salt: str = "") -> int:
         """Keep the known full pages of a beginning (a system prompt, say) from eviction.
 
         Returns:
@@ -47,12 +47,12 @@ class Prefixes:
         """Forget what is cached, pins included (the weights have changed, say)."""
         self._cache.reset()
 
-    def find(self, token_ids: Array[int], cache_salt: str = "") -> list[int]:
+    def find(self, token_ids: Seq[int], cache_salt: str = "") -> list[int]:
         """Device pages of the longest known beginning, to be read before the next plan is made."""
         root = self._cache.root(self._limits.salt(cache_salt))
         return self._cache.match(root, pack_tokens(token_ids), len(token_ids), on_device=True).pages
 
-    def place(self, token_ids: Array[int], cache_salt: str = "") -> list[tuple[int, int]]:
+    def place(self, token_ids: Seq[int], cache_salt: str = "") -> list[tuple[int, int]]:
         """Take pages for a beginning whose KV was computed elsewhere (on another engine, say) and make them known. They
         are cached, not pinned.
 

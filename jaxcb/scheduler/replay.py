@@ -17,7 +17,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,7 +40,7 @@ class RecordingScheduler(Scheduler):
     """A scheduler that writes down every call. ``file`` is flushed after each, since a log is most wanted after a
     crash."""
 
-    def __init__(self, limits: SchedulerLimits, eos_token_ids: Array[int] = (), *, file: TextIO):
+    def __init__(self, limits: SchedulerLimits, eos_token_ids: Seq[int] = (), *, file: TextIO):
         super().__init__(limits, eos_token_ids)
         self._file = file
         values = {name: _plain(value) for name, value in dataclasses.asdict(limits).items()}
@@ -51,7 +51,7 @@ class RecordingScheduler(Scheduler):
         self._write({"add": _of_request(request), "parent_id": parent_id})
         return super().add(request, parent_id=parent_id)
 
-    def add_choices(self, requests: Array[Request]) -> list[Sequence]:
+    def add_choices(self, requests: Seq[Request]) -> list[Sequence]:
         self._write({"add_choices": [_of_request(request) for request in requests]})
         return super().add_choices(requests)
 
@@ -64,7 +64,7 @@ class RecordingScheduler(Scheduler):
         self._write({"plan": checksum(plan)})
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Array[Sampled]) -> StepTokens:
+    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> StepTokens:
         self._write({"commit": plan.step, "sampled": list(sampled)})
         return super().commit(plan, sampled)
 
@@ -86,7 +86,7 @@ class _RecordingPrefixes(Prefixes):
         super().__init__(limits, cache)
         self._write = write
 
-    def pin(self, token_ids: Array[int], cache_salt: str = "") -> int:
+    def pin(self, token_ids: Seq[int], cache_salt: str = "") -> int:
         self._write({"pin_prefix": list(token_ids), "cache_salt": cache_salt})
         return super().pin(token_ids, cache_salt)
 
@@ -98,7 +98,7 @@ class _RecordingPrefixes(Prefixes):
         self._write({"reset_prefixes": None})
         super().reset()
 
-    def place(self, token_ids: Array[int], cache_salt: str = "") -> list[tuple[int, int]]:
+    def place(self, token_ids: Seq[int], cache_salt: str = "") -> list[tuple[int, int]]:
         self._write({"place_prefix": list(token_ids), "cache_salt": cache_salt})
         return super().place(token_ids, cache_salt)
 
@@ -193,7 +193,7 @@ def _plain(value: Any) -> Any:
     return f"function {getattr(value, '__qualname__', value)}" if callable(value) else value
 
 
-def main(argv: Array[str] | None = None) -> int:
+def main(argv: Seq[str] | None = None) -> int:
     """Replay a log; status 1 if it can't be or a plan differs."""
     parser = argparse.ArgumentParser(prog="python -m jaxcb.scheduler.replay", description="Replay a scheduler's log.")
     parser.add_argument("file", type=Path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 from jaxcb.errors import RequestError
 from jaxcb.request import FinishReason, Request, SamplingParams
@@ -36,7 +36,7 @@ class SchedulerCounters:
 class Roster:
     """The sequences of an engine. ``memory`` takes their pages and slots and gives them back."""
 
-    def __init__(self, limits: SchedulerLimits, eos_token_ids: Array[int], memory: SequenceMemory, policy: Policy):
+    def __init__(self, limits: SchedulerLimits, eos_token_ids: Seq[int], memory: SequenceMemory, policy: Policy):
         self.counters = SchedulerCounters()
         self.running: OrderedDict[str, Sequence] = OrderedDict()  # oldest admission first
         self._limits, self._eos_ids, self._memory = limits, frozenset(eos_token_ids), memory

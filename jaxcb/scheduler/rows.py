@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from jaxcb.scheduler.chunks import Chunk
@@ -14,7 +14,7 @@ from jaxcb.scheduler.plan import IN_FLIGHT, PlanRow
 from jaxcb.scheduler.sequence import Sequence
 
 T = TypeVar("T")
-Drafter = Callable[[Sequence, int], Array[int]]
+Drafter = Callable[[Sequence, int], Seq[int]]
 """Guesses at most so many next tokens of a sequence, from its ``token_ids``."""
 
 

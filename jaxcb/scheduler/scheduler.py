@@ -17,7 +17,7 @@ The order within a plan, and where each idea comes from:
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 from jaxcb.errors import RequestError
 from jaxcb.request import FinishReason, Request
@@ -52,7 +52,7 @@ class Scheduler:
     def __init__(
         self,
         limits: SchedulerLimits,
-        eos_token_ids: Array[int] = (),
+        eos_token_ids: Seq[int] = (),
         *,
         drafter: Drafter | None = None,
         num_draft_tokens: int = 0,
@@ -99,7 +99,7 @@ class Scheduler:
             raise RequestError(f"there is no request {parent_id!r} to fork", param="parent_id")
         return self.roster.queue_up(request, parent, held_back=False)
 
-    def add_choices(self, requests: Array[Request]) -> list[Sequence]:
+    def add_choices(self, requests: Seq[Request]) -> list[Sequence]:
         """Queue several answers to one prompt (n > 1). The first computes it, the others fork from that.
 
         Raises:
@@ -195,7 +195,7 @@ class Scheduler:
             moves=self.cache.take_moves(),
         )
 
-    def commit(self, plan: StepPlan, sampled: Array[Sampled]) -> StepTokens:
+    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> StepTokens:
         """Learn the tokens of the oldest planned step that has not committed; ``sampled[i]`` belongs to row ``i``.
 
         It is a list where the row has drafts: those that were accepted, and the token after them.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Hashable
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from jaxcb.paging import Node, pack_tokens
@@ -72,14 +72,14 @@ class Sequence:
     prefix_node: Node = None
     twins: dict[int, int] = dataclasses.field(default_factory=dict)
     """Index -> another page with the same tokens that the prefix cache knows instead of ours, and that we refer to."""
-    host_pages: Array[int] = ()
+    host_pages: Seq[int] = ()
     """Where its pages lie while it is swapped out, 0 for those behind the window."""
     num_swapped: int = 0
     """Positions whose KV lies there."""
 
     parent: Sequence | None = None
     """A fork starts from this sequence's pages if it still runs when the fork is admitted."""
-    followers: Array[Sequence] = ()
+    followers: Seq[Sequence] = ()
     """Forks that join the queue when this sequence's prompt is computed."""
 
     ticket: int = 0

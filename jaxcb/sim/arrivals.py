@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 from jaxcb.errors import ConfigError
 from jaxcb.request import Request, SamplingParams
@@ -22,7 +22,7 @@ class Arrivals:
         ConfigError: the trace isn't in order, or a request waits for a later one.
     """
 
-    def __init__(self, trace: Array[TraceRequest]):
+    def __init__(self, trace: Seq[TraceRequest]):
         _check_order(trace)
         self._trace = trace
         self._due = [(request.arrival_s, number) for number, request in enumerate(trace) if request.after is None]
@@ -85,7 +85,7 @@ def _run_token(run: int) -> int:
     return 2 * run + 1
 
 
-def _check_order(trace: Array[TraceRequest]) -> None:
+def _check_order(trace: Seq[TraceRequest]) -> None:
     last_s, last = -math.inf, 0
     for number, request in enumerate(trace):
         if request.after is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict, deque
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 from jaxcb.request import Request
 from jaxcb.scheduler import Sequence, StepLoad
@@ -46,7 +46,7 @@ class Store:
         self.num_blocks = num_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def match(self, blocks: Array[int]) -> int:
+    def match(self, blocks: Seq[int]) -> int:
         """Tokens of the longest known beginning; what is found counts as used."""
         count = 0
         for block in blocks:
@@ -56,7 +56,7 @@ class Store:
             count += 1
         return count * STORE_BLOCK_TOKENS
 
-    def put(self, blocks: Array[int]) -> None:
+    def put(self, blocks: Seq[int]) -> None:
         """Remember the blocks of a prompt."""
         for block in reversed(blocks):  # the beginning is used last, so that leaves go first
             self._blocks[block] = None

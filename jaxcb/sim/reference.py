@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 from jaxcb.scheduler import SchedulerLimits, StepLoad
 from jaxcb.sim.result import Result
@@ -74,7 +74,7 @@ class Totals:
 
 
 def continuous(
-    trace: Array[TraceRequest], step_time: StepTime = STEP_TIME, *, num_kv_tokens: int = NUM_KV_TOKENS
+    trace: Seq[TraceRequest], step_time: StepTime = STEP_TIME, *, num_kv_tokens: int = NUM_KV_TOKENS
 ) -> Totals:
     """Run the rules above until nothing is left. A single sequence must fit ``num_kv_tokens``."""
     scheduler = _Scheduler(trace, num_kv_tokens)
@@ -85,7 +85,7 @@ def continuous(
     return totals
 
 
-def static(trace: Array[TraceRequest], step_time: StepTime = STEP_TIME) -> Totals:
+def static(trace: Seq[TraceRequest], step_time: StepTime = STEP_TIME) -> Totals:
     """Batches of as many requests as fit at full length, one after the other.
 
     One step computes all prompts of a batch; then come as many steps as its longest output has tokens, and sequences
@@ -121,7 +121,7 @@ def explanation(textbook: Totals, in_step: Totals, ahead: Totals) -> str:
     )
 
 
-def _totals_of(trace: Array[TraceRequest]) -> Totals:
+def _totals_of(trace: Seq[TraceRequest]) -> Totals:
     return Totals(num_output_tokens=sum(request.num_output_tokens for request in trace))
 
 
@@ -142,7 +142,7 @@ class _Sequence:
 
 
 class _Scheduler:
-    def __init__(self, trace: Array[TraceRequest], num_kv_tokens: int):
+    def __init__(self, trace: Seq[TraceRequest], num_kv_tokens: int):
         self.waiting = deque(_Sequence(request.num_prompt_tokens, request.num_output_tokens) for request in trace)
         self.running: list[_Sequence] = []  # oldest admission first
         self.num_free = num_kv_tokens

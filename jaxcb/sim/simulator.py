@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from jaxcb.errors import ConfigError, RequestError
@@ -59,7 +59,7 @@ class Simulation:
         ConfigError: the trace isn't in order, or a sequence of ``max_model_len`` tokens doesn't fit the KV pages.
     """
 
-    def __init__(self, specs: Array[ReplicaSpec], trace: Array[TraceRequest], placement: Placement | None = None):
+    def __init__(self, specs: Seq[ReplicaSpec], trace: Seq[TraceRequest], placement: Placement | None = None):
         for spec in specs:
             _check_capacity(spec.limits)
         self.records = [RequestRecord.of(number, request) for number, request in enumerate(trace)]
@@ -144,7 +144,7 @@ class Simulation:
 
 def one_engine(
     limits: SchedulerLimits,
-    trace: Array[TraceRequest],
+    trace: Seq[TraceRequest],
     step_time: StepTime,
     *,
     run_ahead: bool = True,
@@ -157,7 +157,7 @@ def one_engine(
 
 
 def simulate(
-    limits: SchedulerLimits, trace: Array[TraceRequest], step_time: StepTime, *, run_ahead: bool = True
+    limits: SchedulerLimits, trace: Seq[TraceRequest], step_time: StepTime, *, run_ahead: bool = True
 ) -> Result:
     """Run a trace on one engine to its end."""
     simulation = one_engine(limits, trace, step_time, run_ahead=run_ahead)

@@ -10,7 +10,7 @@ Three requests, at most two of them running, budget 16. The last chunk of a prom
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 
 from jaxcb.scheduler import Row, StepPlan
 from jaxcb.sim.result import RequestRecord
@@ -41,13 +41,13 @@ class Timeline:
         """Steps that are drawn."""
         return len(self._starts_s)
 
-    def lines(self, records: Array[RequestRecord]) -> list[tuple[str, str]]:
+    def lines(self, records: Seq[RequestRecord]) -> list[tuple[str, str]]:
         """Label and cells of each request that any of the steps computes."""
         return [
             (_label(number, records[number]), self._line(number, records[number])) for number in sorted(self._cells)
         ]
 
-    def text(self, records: Array[RequestRecord]) -> str:
+    def text(self, records: Seq[RequestRecord]) -> str:
         """The picture. Requests that none of its steps computes are left out."""
         rows = self.lines(records)
         width = max([len("step"), *(len(label) for label, _ in rows)]) + 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections import deque
-from collections.abc import Sequence as Array
+from collections.abc import Sequence as Seq
 from typing import TextIO
 
 from jaxcb.paging import PageMoves
@@ -34,7 +34,7 @@ def next_cell(before: Cell | None, token: int, salt: str) -> Cell:
     return token, (state * 31 + token + 1) % PRIME
 
 
-def next_token(cells: Array[Cell]) -> int:
+def next_token(cells: Seq[Cell]) -> int:
     """The model: every cell that it attends to counts, and so does its place."""
     digest = 17
     for token, state in cells:
@@ -43,7 +43,7 @@ def next_token(cells: Array[Cell]) -> int:
 
 
 def answer_alone(
-    prompt: Array[int], sampling: SamplingParams, max_model_len: int, window: int | None = None, salt: str = ""
+    prompt: Seq[int], sampling: SamplingParams, max_model_len: int, window: int | None = None, salt: str = ""
 ) -> list[int]:
     """What the request gets from a machine of its own: the oracle."""
     cells: list[Cell] = []
@@ -132,7 +132,7 @@ class Driver:
     def add(
         self,
         request_id: str,
-        prompt: Array[int],
+        prompt: Seq[int],
         sampling: SamplingParams,
         *,
         parent_id: str | None = None,
