@@ -144,7 +144,9 @@ class ModelSpec:
             qk_norm=family == "qwen3",
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             windows=_windows(config, family, num_layers),
-            eos_token_ids=_id_tuple(eos if eos is not None else config.get("eos_token_id")),
+            eos_token_ids=_id_tuple(config.get("eos_token_id"), "config.json")
+            if eos is None
+            else _id_tuple(eos, "generation_config.json"),
             bos_token_id=config.get("bos_token_id"),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         )
@@ -168,12 +170,12 @@ def _optional(config: Mapping[str, Any], key: str, default: int) -> int:
     return default if config.get(key) is None else _get(config, key, int)
 
 
-def _id_tuple(value: object) -> tuple[int, ...]:
+def _id_tuple(value: object, file: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list | tuple) else (value,)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"config.json: eos_token_id must be an integer or a list of integers, got {value!r}")
+        raise ModelError(f"{file}: eos_token_id must be an integer or a list of integers, got {value!r}")
     return tuple(ids)
 
 

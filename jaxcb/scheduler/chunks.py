@@ -67,9 +67,14 @@ class PromptBudget:
                 chunk.num_tokens += more
                 self.left -= more
 
+    def _may_cut(self, chunk: Chunk) -> bool:
+        allowed = self._limits.max_num_partial_prefills
+        return allowed is None or self.num_partial < allowed or chunk.num_tokens < chunk.sequence.num_remaining
+
     def fill_exactly(self, num_decode_tokens: int) -> None:
-        """Trim the last chunk so that the step has a compiled size, if it leaves the chunk a token."""
-        if self.chunks:
+        """Trim the last chunk so that the step has a compiled size, if it leaves the chunk a token and makes no more
+        partial prompts than may be."""
+        if self.chunks and self._may_cut(self.chunks[-1]):
             total = num_decode_tokens + sum(chunk.num_tokens for chunk in self.chunks)
             sizes, last = self._limits.step_sizes, self.chunks[-1]
             below = bisect_right(sizes, total)

@@ -65,6 +65,10 @@ def read(body: bytes, service: Service) -> Call:
     echo = bool(completion.echo)
     echo_only = echo and sampling.max_tokens == 0  # OpenAI's way to have a text scored
     if echo_only:
+        if sampling.min_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens, got {sampling.min_tokens} > 0", param="min_tokens"
+            )
         sampling = msgspec.structs.replace(sampling, max_tokens=1)
     prompt_logprobs = completion.prompt_logprobs
     if echo and completion.logprobs is not None:

@@ -22,7 +22,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -39,18 +39,27 @@ logger = logging.getLogger(__name__)
 KEEP_S = 30 * 24 * 3600
 """Folders that no engine has opened for so long are removed."""
 CONTENTS = "contents"
+_CHECKSUM_BYTES = 16
+"""Before the pickle of a program."""
 
 
 class ProgramStore:
-    """Programs under ``directory``, of an engine that is made from ``parts`` (their repr counts) and compiles them with
-    ``options``, which what is lowered doesn't tell.
+    """Programs under ``directory``, of an engine that is made from ``parts`` (their repr counts), compiles them with
+    ``options``, which what is lowered doesn't tell, and runs them on ``devices`` (default: the first).
 
     Whatever can't be read or written is as if it weren't there: the program is compiled, and a warning says why.
     Programs are pickles of machine code: the folder is as trusted as the code itself, and made for its owner only.
     """
 
-    def __init__(self, directory: Path, *parts: object, options: Mapping[str, object] | None = None):
-        self._surroundings = _digest(*_surroundings(), options)
+    def __init__(
+        self,
+        directory: Path,
+        *parts: object,
+        options: Mapping[str, object] | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        self._devices = jax.local_devices()[:1] if devices is None else list(devices)
+        self._surroundings = _digest(*_surroundings(), options, [device.id for device in self._devices])
         self._folder = directory / _digest(self._surroundings, _source(), *parts)
         self._contents = directory / CONTENTS
         _listen()
@@ -58,11 +67,11 @@ class ProgramStore:
     def get(self, name: str, lower: Callable[[], Lowered]) -> Compiled:
         """The program of that name: loaded, or else lowered and compiled."""
         file = self._folder / f"{name.replace(' ', '-')}.program"
-        if (program := _read(file)) is not None:
+        if (program := _read(file, self._devices)) is not None:
             return program
         lowered = lower()
         content = self._contents / _digest(self._surroundings, lowered.as_text(), lowered.in_tree, lowered.out_tree)
-        if (program := _read(content)) is None:
+        if (program := _read(content, self._devices)) is None:
             _seen.cache_hit = False
             program = lowered.compile()
             if _seen.cache_hit:  # of jax's, which the user has turned on
@@ -88,7 +97,8 @@ class ProgramStore:
         scratch = _scratch(content)
         try:
             content.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            scratch.write_bytes(pickle.dumps(serialize(program)))
+            stored = pickle.dumps(serialize(program))
+            scratch.write_bytes(_checksum(stored) + stored)
             scratch.rename(content)
         except Exception as error:  # jaxlib can't serialise every program; a disk may be full
             with contextlib.suppress(OSError):
@@ -103,6 +113,8 @@ class ProgramStore:
         except OSError:  # a file system without links
             shutil.copy(content, scratch)
         scratch.rename(file)
+        with contextlib.suppress(OSError):
+            scratch.unlink()  # still there if another process has made the same link meanwhile
 
 
 def machine() -> str:
@@ -113,17 +125,26 @@ def machine() -> str:
     return f"{platform.machine()} {flags}"
 
 
-def _read(file: Path) -> Compiled | None:
+def _read(file: Path, devices: Sequence[jax.Device]) -> Compiled | None:
     """The program in a file, if it is there and whole."""
     if not file.is_file():
         return None
     try:
-        return deserialize_and_load(*pickle.loads(file.read_bytes()))
+        content = file.read_bytes()
+        stored = content[_CHECKSUM_BYTES:]
+        if _checksum(stored) != content[:_CHECKSUM_BYTES]:  # XLA would run what it is given
+            raise ValueError("its checksum is wrong")
+        payload, arguments, results = pickle.loads(stored)
+        return deserialize_and_load(payload, arguments, results, execution_devices=devices)
     except Exception as error:  # of jaxlib, of pickle, of the disk: a file that is cut short can raise anything
         logger.warning("%s can't be loaded (%s: %s); compiling it", file, type(error).__name__, error)
         with contextlib.suppress(OSError):
             file.unlink()
         return None
+
+
+def _checksum(stored: bytes) -> bytes:
+    return hashlib.blake2b(stored, digest_size=_CHECKSUM_BYTES).digest()
 
 
 def _scratch(file: Path) -> Path:

@@ -107,7 +107,8 @@ class Runner:
         store = None
         if jax.config.values["jax_enable_compilation_cache"]:
             options = compiler_options(deterministic=self._deterministic)
-            store = ProgramStore(cache / "programs", *self._made_from(), options=options)
+            devices = sorted(self._kv.devices(), key=lambda device: device.id)
+            store = ProgramStore(cache / "programs", *self._made_from(), options=options, devices=devices)
             store.opened()
         compile_all(self._jobs(), store, progress=progress)
 

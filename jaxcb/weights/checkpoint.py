@@ -60,7 +60,7 @@ def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype) -> dict[str, Any
     """
     from orbax.checkpoint import v1 as ocp
 
-    path = directory / ORBAX_FOLDER
+    path = (directory / ORBAX_FOLDER).absolute()  # orbax takes no other
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     expected: dict[str, Any] = {}
     for parameter in families.parameters(spec):

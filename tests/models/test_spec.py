@@ -123,6 +123,11 @@ def test_what_is_not_supported_is_named(changes, reason):
         spec(**changes)
 
 
+def test_bad_end_tokens_are_blamed_on_their_file():
+    with pytest.raises(ModelError, match=r"^generation_config.json: eos_token_id must be an integer"):
+        ModelSpec.from_hf_config(BASE, {"eos_token_id": "x"})
+
+
 def test_end_tokens_of_the_generation_config_win():
     config = BASE | {"eos_token_id": 2}
     assert ModelSpec.from_hf_config(config).eos_token_ids == (2,)

@@ -73,6 +73,23 @@ def test_exact_fill_trims_the_last_chunk_to_a_compiled_size():
     assert d.plans[2].num_tokens == 3, "below the smallest size there is nothing to trim to"
 
 
+def test_exact_fill_cuts_no_prompt_short_that_would_be_one_too_many():
+    d = driver(
+        depth=0,
+        exact_fill=True,
+        step_sizes=(32, 64),
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=200,
+        max_num_partial_prefills=1,
+        max_chunk_tokens=20,
+    )
+    d.add("a", prompt(40), answer_of(2))
+    d.add("b", prompt(15, seed=2), answer_of(2))
+    d.run()
+    assert sizes(d)[0] == {"a": 20, "b": 15}
+
+
 def test_whole_prompts_alone_are_started_without_chunked_prefill():
     d = driver(depth=0, enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=16, num_kv_pages=16)
     d.add("a", prompt(10), answer_of(2))

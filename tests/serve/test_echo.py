@@ -79,6 +79,8 @@ def test_without_an_answer_the_prompt_is_scored_alone(client: TestClient) -> Non
     assert (response["usage"]["prompt_tokens"], response["usage"]["completion_tokens"]) == (3, 0)
     whole = streamed(client, **body)[0]
     assert whole["text"] == "abc" and whole["logprobs"]["tokens"] == list("abc")
+    refused = client.post(COMPLETIONS, json=body | {"min_tokens": 3}).json()["error"]
+    assert (refused["param"], refused["message"]) == ("min_tokens", "min_tokens must be at most max_tokens, got 3 > 0")
     refused = client.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 0})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
 

@@ -2,6 +2,8 @@ import dataclasses
 import functools
 import logging
 import os
+import subprocess
+import sys
 import time
 
 import jax
@@ -109,17 +111,59 @@ def test_a_program_out_of_jaxs_own_cache_is_not_kept(tmp_path, lowered):
         compilation_cache.reset_cache()
 
 
-@pytest.mark.parametrize("content", [b"", b"not a pickle", None], ids=["empty", "text", "cut short"])
-def test_a_damaged_file_is_compiled_anew_with_a_warning(tmp_path, lowered, caplog, content):
+DAMAGES = {
+    "empty": lambda content: b"",
+    "text": lambda content: b"not a program",
+    "cut short": lambda content: content[:-100],
+    "a bit in the middle": lambda content: content[: len(content) // 2] + b"\x55" + content[len(content) // 2 + 1 :],
+    "a bit of the code": lambda content: content[:-2000] + bytes([content[-2000] ^ 64]) + content[-1999:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_file_is_compiled_anew_with_a_warning(tmp_path, lowered, caplog, damage):
     kept = {}
     compile_all([job("a", 2, lowered, kept)], ProgramStore(tmp_path, "key"), progress=False)
     (file,) = tmp_path.rglob("*.program")
-    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
+    file.write_bytes(damage(file.read_bytes()))
     compile_all([job("a", 2, lowered, kept)], ProgramStore(tmp_path, "key"), progress=False)
     assert lowered == ["a", "a"] and "can't be loaded" in caplog.text
     np.testing.assert_array_equal(run(kept["a"]), np.arange(5) * 4)
     compile_all([job("a", 2, lowered, kept)], ProgramStore(tmp_path, "key"), progress=False)
     assert lowered == ["a", "a"], "the damaged file was replaced"
+
+
+def test_two_processes_that_keep_the_same_program_leave_one_file(tmp_path, lowered):
+    store = ProgramStore(tmp_path, "key")
+    compile_all([job("a", 2, lowered, {})], store, progress=False)
+    (content,), (file,) = (tmp_path / CONTENTS).iterdir(), store._folder.iterdir()
+    store._link(content, file)
+    assert list(store._folder.iterdir()) == [file] and content.stat().st_nlink == 2
+
+
+TWO_DEVICES = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jaxcb.step.program_store import ProgramStore
+
+assert len(jax.devices()) == 2
+lowered = []
+def lower():
+    lowered.append(1)
+    return jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((3,), jnp.float32))
+doubled = ProgramStore(Path(sys.argv[1]), "key").get("doubled", lower)
+print(len(lowered), doubled(jnp.arange(3.0)).tolist())
+"""
+
+
+def test_a_loaded_program_runs_on_one_device_of_several(tmp_path):
+    command = [sys.executable, "-c", TWO_DEVICES, str(tmp_path)]
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    runs = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)
+    ]
+    assert runs == ["1 [0.0, 2.0, 4.0]\n", "0 [0.0, 2.0, 4.0]\n"]
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path, lowered, caplog):

@@ -82,6 +82,13 @@ def test_tokenizer_and_configs_come_along(tmp_path):
     assert resolve(str(tmp_path / "out")).read_spec().eos_token_ids == (2, 3)
 
 
+def test_a_converted_directory_is_found_by_a_relative_path(tmp_path, monkeypatch):
+    assert convert(TINY / "llama", tmp_path / "target") == 0
+    monkeypatch.chdir(tmp_path)
+    assert_equal(loaded(Path("target")), loaded(tmp_path / "target"))
+    assert convert("target", "again", "--format", "safetensors") == 0
+
+
 def test_target_that_is_taken_is_refused(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
