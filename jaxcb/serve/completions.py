@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
+from jaxcb import validation
 from jaxcb.errors import RequestError
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, RequestOutput, SamplingParams
@@ -88,9 +89,11 @@ def read(body: bytes, service: Service) -> Call:
                     logprobs=completion.logprobs,
                     prompt_logprobs=prompt_logprobs,
                 ),
-                text if echo else None,
+                text,
             )
-            for ids, text in zip(prompts, _texts(completion.prompt, prompts, service), strict=True)
+            for ids, text in zip(
+                prompts, _texts(completion.prompt, prompts, service) if echo else [None] * len(prompts), strict=True
+            )
         ],
         stream=bool(completion.stream),
         include_usage=include_usage,
@@ -124,10 +127,15 @@ def _beam_call(
 
 
 def _texts(prompt: object, prompts: Sequence[Sequence[int]], service: Service) -> Iterator[str]:
-    """What each prompt reads as: the text that was sent, or that of the ids."""
+    """What each prompt reads as: the text that was sent, or that of the ids.
+
+    Raises:
+        RequestError: an id is outside the vocabulary, and so has no text.
+    """
     sent = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
     for index, ids in enumerate(prompts):
         text = sent[index] if index < len(sent) else None
+        validation.check_vocabulary("prompt", ids, service.engine.spec.vocab_size)
         yield text if isinstance(text, str) else service.engine.tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -172,7 +172,7 @@ class FakeEngine:
         sampling_defaults: dict[str, Any] | None = None,
     ):
         self.name = "fake-model"
-        self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000)
+        self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000, vocab_size=0x110000)
         self.tokenizer = FakeTokenizer()
         self.config = EngineConfig(
             dtype="float32",

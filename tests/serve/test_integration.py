@@ -159,7 +159,14 @@ def test_prompts_without_tokens_harm_nobody(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"prompt": [VOCAB_SIZE]}, {"prompt": [-1]}, {"prompt": [5], "stop_token_ids": [VOCAB_SIZE]}]
+    "fields",
+    [
+        {"prompt": [VOCAB_SIZE]},
+        {"prompt": [-1]},
+        {"prompt": [5], "stop_token_ids": [VOCAB_SIZE]},
+        {"echo": True, "prompt": [[5], [-1]]},
+        {"use_beam_search": True, "prompt": [-1]},
+    ],
 )
 def test_ids_outside_the_vocabulary_are_refused_by_name(http: httpx.Client, fields: dict[str, Any]) -> None:
     assert refused(http, "/v1/completions", **fields)["param"] == list(fields)[-1]
