@@ -259,8 +259,6 @@ def _one_for_each(
 
 def _answer(choices: list[RequestOutput], sampling: SamplingParams) -> RequestOutput:
     """The first answer, which knows the others."""
-    if sampling.num_choices == 1:
-        return choices[0]
     chosen = best_choices(choices, sampling)
     return dataclasses.replace(chosen[0], choices=tuple(chosen))
 

@@ -99,7 +99,7 @@ class RequestOutput:
     score: float | None = None
     """What a beam search ranks its answers by."""
     choices: Sequence[RequestOutput] = dataclasses.field(default=(), repr=False)
-    """All ``n`` answers, on the first one that ``generate`` returns; empty where n is 1."""
+    """All ``n`` answers, on the first one that ``generate`` returns."""
 
     @property
     def finished(self) -> bool:

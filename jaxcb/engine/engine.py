@@ -539,7 +539,7 @@ def _check_single(request: Request) -> None:
     count = request.sampling.num_choices
     if count > 1:
         raise RequestError(
-            f"{count} answers are asked for, and this call gives one: use submit_choices",
+            f"{count} answers are asked for, and this call gives one: use jaxcb.generate.generate, or submit_choices",
             param="n" if request.sampling.best_of is None else "best_of",
         )
 

@@ -31,6 +31,9 @@ from jaxcb.scheduler.prefixes import Prefixes
 from jaxcb.scheduler.scheduler import Scheduler
 from jaxcb.scheduler.sequence import Sequence
 
+_FUNCTION = "function "
+"""Before the name of one, in a log."""
+
 
 class ReplayError(JaxcbError):
     """A log can't be read, or another plan came of it than was recorded."""
@@ -177,6 +180,11 @@ def _start(event: dict[str, Any], policy: Key | None) -> Scheduler:
     values = dict(event["limits"], step_sizes=tuple(event["limits"]["step_sizes"]))
     if policy is not None:
         values["policy"] = policy
+    elif values["policy"].startswith(_FUNCTION):
+        raise ReplayError(
+            f"the log was made under a policy that is a {values['policy']}, which a file can't hold: give it to "
+            "jaxcb.scheduler.replay.replay(lines, policy=...)"
+        )
     return Scheduler(SchedulerLimits(**values), event["eos_token_ids"])
 
 
@@ -190,7 +198,7 @@ def _request(fields: dict[str, Any]) -> Request:
 
 def _plain(value: Any) -> Any:
     """A function goes by its name, which replay can't call."""
-    return f"function {getattr(value, '__qualname__', value)}" if callable(value) else value
+    return f"{_FUNCTION}{getattr(value, '__qualname__', value)}" if callable(value) else value
 
 
 def main(argv: Seq[str] | None = None) -> int:

@@ -161,7 +161,7 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preemption", choices=get_args(Preemption), help="default auto")
     rare = functools.partial(group.add_argument, help=argparse.SUPPRESS)
     rare("--length-predictor", choices=("max_tokens", "observed"))
-    rare("--priority-ageing", type=float, dest="priority_ageing_s")
+    rare("--priority-ageing-s", "--priority-ageing", type=float)
     rare("--batching", choices=get_args(Batching))
     rare("--victim", choices=get_args(Victim))
     rare("--waiting-served-ratio", type=float)
@@ -169,7 +169,7 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         rare(f"--max-{name}", type=int)
     rare("--prefill-first", action="store_true")
     rare("--exact-fill", action=argparse.BooleanOptionalAction)
-    rare("--no-enable-chunked-prefill", action="store_false", dest="enable_chunked_prefill")
+    rare("--enable-chunked-prefill", action=argparse.BooleanOptionalAction)
 
 
 def _num_bytes(text: str) -> int:

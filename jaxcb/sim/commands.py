@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import math
 import shutil
@@ -241,6 +242,8 @@ def check_outputs(options: argparse.Namespace) -> None:
         if not name.endswith(suffix):
             hint = "; the traffic is --workload" if flag == "trace" else ""
             raise ConfigError(f"--{flag} is a file to write and must end in {suffix}, got {name!r}{hint}", param=flag)
+        if flag == "plot" and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install -e '.[bench]'", param=flag)
         if not Path(name).parent.is_dir():
             raise ConfigError(f"--{flag}: there is no folder {Path(name).parent}", param=flag)
 
@@ -279,7 +282,9 @@ def _title(options: argparse.Namespace, machine: Machine, trace: Sequence[TraceR
     else:
         arrivals = "all requests at once"
     gpus = f"one {machine.gpu.name}" if machine.num_gpus == 1 else f"{machine.num_gpus} x {machine.gpu.name}"
-    return f"{len(trace):,} of {options.workload}, {arrivals}: {machine.model.name} on {gpus}"
+    title = f"{len(trace):,} of {options.workload}, {arrivals}: {machine.model.name} on {gpus}"
+    step_log = getattr(options, "step_log", None)
+    return title if step_log is None else f"{title}, with the step times of {step_log}"
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

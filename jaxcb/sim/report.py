@@ -136,8 +136,13 @@ def _ms(seconds: float | None, width: int) -> str:
     return f"{'-':>{width}}" if seconds is None else f"{seconds * 1e3:{width},.{0 if seconds >= 0.1 else 1}f}"
 
 
+def _number(value: float) -> str:
+    """Ten characters, with decimals where they fit, and never against the column before."""
+    return f"{value:10,.2f}" if value < 99_999.5 else f" {value:9,.0f}"
+
+
 def _times(name: str, times: Distribution | None, scale: float) -> str:
     values = ("-",) * 5 if times is None else (times.mean, times.p50, times.p95, times.p99, times.max)
     return f"{name:11}" + "".join(
-        f"{value:>10}" if isinstance(value, str) else f"{value * scale:10,.2f}" for value in values
+        f"{value:>10}" if isinstance(value, str) else _number(value * scale) for value in values
     )

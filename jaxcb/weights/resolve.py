@@ -75,6 +75,8 @@ def resolve(model: str | os.PathLike[str] | None, revision: str | None = None) -
         ModelError: there is no such model; the message says what was tried.
     """
     if model is None:
+        if revision is not None:
+            raise ModelError(f"the built-in model has no revision {revision!r}: --revision goes with a hub id")
         return _directory(builtin.directory(), builtin.NAME)
     model = os.fspath(model)
     path = Path(model).expanduser()

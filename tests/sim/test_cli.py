@@ -1,9 +1,11 @@
+import importlib.util
 import json
 
 import pytest
 
 from jaxcb.sim import Simulation
 from jaxcb.sim.__main__ import main
+from jaxcb.sim.report import _number
 
 SMALL = ["run", "--num-requests", "5", "--no-progress"]
 
@@ -182,3 +184,16 @@ def test_help_is_grouped_and_fits_a_screen(command, capsys):
         main([*command.split(), "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 75 and max(map(len, lines)) <= 100
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_simulated(monkeypatch, tmp_path, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert main(["run", "--num-requests", "3", "--plot", str(tmp_path / "a.png")]) == 1
+    output = capsys.readouterr()
+    assert output.err == "error: --plot needs matplotlib: pip install -e '.[bench]'\n" and not output.out
+
+
+def test_large_times_stay_apart():
+    assert _number(12.345) == "     12.35" and _number(99_999.0) == " 99,999.00"
+    assert _number(2_125_514.86) == " 2,125,515" and _number(99_999.6) == "   100,000"

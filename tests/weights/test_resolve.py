@@ -151,3 +151,8 @@ def test_hub_ids_come_from_the_hubs_cache_when_offline(tmp_path):
         "there is no directory 'someone/other' here, and the hub gave no model 'someone/other': "
     )
     assert "at revision 'v9'" in errors[1]
+
+
+def test_the_built_in_model_has_no_revisions():
+    with pytest.raises(ModelError, match="the built-in model has no revision 'x'"):
+        resolve(None, "x")
