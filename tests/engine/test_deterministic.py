@@ -29,8 +29,12 @@ TIGHT = SHAPE | {"num_kv_pages": 26, "admission_watermark": 0.0, "max_num_batche
 """Both kinds of preemption run the same programs: they are compiled once."""
 
 
-@pytest.fixture(scope="module", params=["xla", pytest.param("native", marks=pytest.mark.native)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("xla", marks=pytest.mark.slow), pytest.param("native", marks=pytest.mark.native)],
+)
 def backend(request: pytest.FixtureRequest) -> Backend:
+    """xla compiles for two minutes; its kernels have a short form in tests/pallas_kernels/test_one_path.py."""
     return request.param
 
 

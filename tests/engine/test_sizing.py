@@ -1,6 +1,8 @@
+import jax.numpy as jnp
 import pytest
 
 from jaxcb.config import EngineConfig
+from jaxcb.engine.sizing import limits_of, resolve_config
 from jaxcb.errors import ConfigError
 from jaxcb.sizing import (
     CPU_DECODE_BUCKETS,
@@ -12,7 +14,7 @@ from jaxcb.sizing import (
     fills_exactly,
     mixed_sizes,
 )
-from tests.engine.conftest import MakeEngine
+from tests.engine.conftest import SPEC
 
 
 @pytest.mark.parametrize(
@@ -24,10 +26,11 @@ from tests.engine.conftest import MakeEngine
         pytest.param("native", True, True, marks=pytest.mark.native),
     ],
 )
-def test_chunks_are_trimmed_where_padding_costs_something_unless_told(make_engine: MakeEngine, backend, asked, filled):
-    engine = make_engine(backend=backend, exact_fill=asked)
-    assert engine.config.exact_fill is filled
-    assert engine._scheduler.limits.exact_fill is filled
+def test_chunks_are_trimmed_where_padding_costs_something_unless_told(backend, asked, filled):
+    config = EngineConfig(backend=backend, exact_fill=asked, max_model_len=256, num_kv_pages=64)
+    resolved = resolve_config(config, SPEC, jnp.dtype("float32"))
+    assert resolved.exact_fill is filled
+    assert limits_of(resolved, SPEC).exact_fill is filled
     assert engine._scheduler.limits.step_sizes == ((128,) if filled or backend == "xla" else ())
 
 
