@@ -30,8 +30,9 @@ def test_chunks_are_trimmed_where_padding_costs_something_unless_told(backend, a
     config = EngineConfig(backend=backend, exact_fill=asked, max_model_len=256, num_kv_pages=64)
     resolved = resolve_config(config, SPEC, jnp.dtype("float32"))
     assert resolved.exact_fill is filled
-    assert limits_of(resolved, SPEC).exact_fill is filled
-    assert engine._scheduler.limits.step_sizes == ((128,) if filled or backend == "xla" else ())
+    limits = limits_of(resolved, SPEC)
+    assert limits.exact_fill is filled
+    assert limits.step_sizes == ((64, 128, 256, 384, 512) if filled or backend == "xla" else ())
 
 
 def test_whole_prompts_are_not_trimmed():
