@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from jaxcb import validation
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
+from jaxcb.engine import prepare
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
@@ -32,7 +33,6 @@ from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import TokenEvent
 from jaxcb.step.runner import Runner
 from jaxcb.text import Tokenizer
-from jaxcb.text.words import bad_word_ids, breaker_ids
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
 from jaxcb.weights.quantize import quantize
@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
-SEED_STEP = 0x9E3779B97F4A7C15
-"""Between the seeds of a request's answers (the odd constant of SplitMix64: no two of 2^64 fall together)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,12 +179,12 @@ class Engine:
             QueueFullError: ``max_waiting`` requests wait already.
             EngineStoppedError: the engine was shut down or has failed.
         """
-        _check_single(request)
+        prepare.check_single(request)
         return self._submit(request, running_loop())[0]
 
     def submit_blocking(self, request: Request) -> OutputStream:
         """As :meth:`submit`, for a caller that blocks even where an asyncio loop runs (a notebook cell, say)."""
-        _check_single(request)
+        prepare.check_single(request)
         return self._submit(request, None)[0]
 
     def submit_choices(self, request: Request, *, blocking: bool = False) -> list[OutputStream]:
@@ -196,7 +194,7 @@ class Engine:
 
     def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> list[OutputStream]:
         self.check_request(request)
-        request = self._with_words(request)
+        request = prepare.with_words(request, self.tokenizer)
         count = request.sampling.num_choices
         with self._wake:
             if not self._accepting:
@@ -206,12 +204,12 @@ class Engine:
             limit = self.config.max_waiting
             if limit is not None and (num_waiting := self._num_waiting()) + count > limit:
                 raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
-            request = self._with_seed(request)
+            request = prepare.with_seed(request, self._random)
             keys: list[str] = []
             self._keys[request.request_id] = keys
             choices, streams = [], []
             for index in range(count):
-                choice = _choice(request, index)
+                choice = prepare.choice_of(request, index)
                 key, stream = self._open(choice, index, loop)
                 keys.append(key)
                 choices.append(dataclasses.replace(choice, request_id=key))
@@ -230,7 +228,7 @@ class Engine:
         Errors as for :meth:`submit`; nothing is kept of any child. The queue's limit doesn't hold for them.
         """
         for request, _ in children:
-            _check_single(request)
+            prepare.check_single(request)
             self.check_request(request)
         loop = None if blocking else running_loop()
         with self._wake:
@@ -511,45 +509,5 @@ class Engine:
             self._inbox.append(_Ending(key, reason))
             self._wake.notify_all()
 
-    # ------------------------------------------------------------------ requests
-
     def _num_waiting(self) -> int:
         return sum(len(item) for item in self._inbox if isinstance(item, list)) + self._scheduler.num_waiting
-
-    def _with_words(self, request: Request) -> Request:
-        """With the token ids of what the sampler looks for."""
-        sampling = request.sampling
-        if not sampling.bad_words and not sampling.dry_multiplier:
-            return request
-        return dataclasses.replace(
-            request,
-            bad_word_ids=bad_word_ids(self.tokenizer, sampling.bad_words),
-            dry_breaker_ids=breaker_ids(self.tokenizer, sampling.dry_sequence_breakers),
-        )
-
-    def _with_seed(self, request: Request) -> Request:
-        """A request that brings no seed is given one, so that a preemption can't change its answer."""
-        if request.sampling.greedy or request.sampling.seed is not None:
-            return request
-        sampling = dataclasses.replace(request.sampling, seed=self._random.getrandbits(63))
-        return dataclasses.replace(request, sampling=sampling)
-
-
-def _check_single(request: Request) -> None:
-    count = request.sampling.num_choices
-    if count > 1:
-        raise RequestError(
-            f"{count} answers are asked for, and this call gives one: use jaxcb.generate.generate, or submit_choices",
-            param="n" if request.sampling.best_of is None else "best_of",
-        )
-
-
-def _choice(request: Request, index: int) -> Request:
-    """The request of one answer. Its seed follows from the request's and the index, so each can be had again."""
-    sampling = request.sampling
-    if sampling.num_choices == 1:
-        return request
-    seed = ((sampling.seed or 0) + index * SEED_STEP + 2**63) % 2**64 - 2**63  # the first has the request's own
-    wanted = sampling.logprobs if sampling.best_of is None else sampling.logprobs or 0  # to choose the best
-    own = dataclasses.replace(sampling, n=1, best_of=None, seed=seed, logprobs=wanted)
-    return dataclasses.replace(request, sampling=own)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxcb.engine import Engine
 from jaxcb.request import Request, RequestOutput, SamplingParams
 
@@ -18,3 +20,26 @@ def complete(
         for i, (prompt, params) in enumerate(zip(prompts, each, strict=True))
     ]
     return [list(stream)[-1] for stream in streams]
+
+
+def prompts_that_share_beginnings(
+    lengths: Sequence[int],
+    count: int,
+    vocab_size: int,
+    *,
+    log_mean: float,
+    log_sigma: float,
+    longest: int,
+    seed: int,
+) -> list[list[int]]:
+    """``count`` prompts: of the given lengths, then of lognormal ones; every third begins like the one before it."""
+    rng = np.random.default_rng(seed)
+    drawn = np.clip(np.exp(rng.normal(log_mean, log_sigma, count - len(lengths))), 1, longest).astype(int)
+    prompts: list[list[int]] = []
+    for i, length in enumerate([*lengths, *drawn]):
+        ids = rng.integers(0, vocab_size, length).tolist()
+        if i % 3 == 2:
+            shared = prompts[-1][: length - 1]
+            ids[: len(shared)] = shared
+        prompts.append(ids)
+    return prompts

@@ -11,7 +11,7 @@ import pytest
 from jaxcb.config import Backend
 from jaxcb.request import RequestOutput, SamplingParams
 from tests.engine.conftest import SPEC
-from tests.engine.run import complete
+from tests.engine.run import complete, prompts_that_share_beginnings
 
 pytestmark = pytest.mark.xdist_group("deterministic")  # the engines of this file are shared by its tests
 NUM_REQUESTS = 64
@@ -38,21 +38,9 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return request.param
 
 
-def _prompts() -> list[list[int]]:
-    """Of 1 to 300 tokens; every third begins like the one before it."""
-    rng = np.random.default_rng(5)
-    lengths = [1, 16, 17, 300, 128, 129, *np.clip(np.exp(rng.normal(3.2, 1.0, NUM_REQUESTS - 6)), 1, 250).astype(int)]
-    prompts: list[list[int]] = []
-    for i, length in enumerate(lengths):
-        ids = rng.integers(0, SPEC.vocab_size, length).tolist()
-        if i % 3 == 2:
-            shared = prompts[-1][: length - 1]
-            ids[: len(shared)] = shared
-        prompts.append(ids)
-    return prompts
-
-
-PROMPTS = _prompts()
+PROMPTS = prompts_that_share_beginnings(
+    [1, 16, 17, 300, 128, 129], NUM_REQUESTS, SPEC.vocab_size, log_mean=3.2, log_sigma=1.0, longest=250, seed=5
+)
 SAMPLING = [
     SamplingParams(
         max_tokens=4 + i % 23,

@@ -8,7 +8,7 @@ import pytest
 from jaxcb.config import Backend
 from jaxcb.request import SamplingParams
 from tests.engine.conftest import SPEC, sensitive_params
-from tests.engine.run import complete
+from tests.engine.run import complete, prompts_that_share_beginnings
 
 NUM_PROMPTS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -22,16 +22,9 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """24 prompts of 1 to 600 tokens; every third begins like the one before it."""
-    rng = np.random.default_rng(11)
-    lengths = [1, 2, 15, 16, 17, 600, *np.clip(np.exp(rng.normal(4.0, 1.2, NUM_PROMPTS - 6)), 1, 600).astype(int)]
-    prompts: list[list[int]] = []
-    for i, length in enumerate(lengths):
-        ids = rng.integers(0, SPEC.vocab_size, length).tolist()
-        if i % 3 == 2:
-            shared = prompts[-1][: length - 1]
-            ids[: len(shared)] = shared
-        prompts.append(ids)
-    return prompts
+    return prompts_that_share_beginnings(
+        [1, 2, 15, 16, 17, 600], NUM_PROMPTS, SPEC.vocab_size, log_mean=4.0, log_sigma=1.2, longest=600, seed=11
+    )
 
 
 @pytest.fixture(scope="module")
