@@ -207,18 +207,18 @@ def test_an_idle_tenant_gains_no_credit():
 
 @pytest.mark.parametrize("source", ["README.md", "jaxcb/scheduler/policy.py"])
 def test_a_policy_is_a_function(source):
-    """The example that the documentation gives, run as it stands there."""
+    """The function that the documentation gives, as it stands there."""
     text = (Path(__file__).parents[2] / source).read_text(encoding="utf-8")
-    example = textwrap.dedent(re.search(r"^ *def short_prompts_first.*?^ *EngineConfig\(.*?$", text, re.M | re.S)[0])
-    given = {}
-    exec(example, {"EngineConfig": given.update})
-    d = driver(max_num_seqs=1, policy=given["policy"])
+    defined = {}
+    exec(textwrap.dedent(re.search(r"^ *def short_prompts_first.*?$\n.*?$", text, re.M)[0]), defined)
+    policy = defined["short_prompts_first"]
+    d = driver(max_num_seqs=1, policy=policy)
     d.add("a", prompt(40), ONE, arrival_s=0.0)
     d.add("b", prompt(5), ONE, arrival_s=0.1)
     d.add("c", prompt(5), ONE, arrival_s=0.5)
     d.run()
     assert order_of(d) == "bac"
-    assert EngineConfig(policy=given["policy"]).policy is given["policy"]
+    assert EngineConfig(policy=policy).policy is policy
 
 
 def test_a_policy_that_would_starve_someone_is_overruled():
