@@ -42,8 +42,11 @@ def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend):
 def teacher_forced(
     spec: ModelSpec, params: Params, token_ids: list[int], chunk: int = 256, backend: Backend = "xla"
 ) -> np.ndarray:
-    """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve."""
-    parts = _chunks(spec, params, token_ids, min(chunk, len(token_ids)), every=True, backend=backend)
+    """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve.
+
+    What is compiled goes by the chunk and the next power of two of the length: sequences of like length share it.
+    """
+    parts = _chunks(spec, params, token_ids, chunk, every=True, backend=backend)
     return np.concatenate([out[:count] for out, count in parts])
 
 
@@ -55,7 +58,7 @@ def chunked(spec: ModelSpec, params: Params, token_ids: list[int], chunk: int) -
 def _chunks(
     spec: ModelSpec, params: Params, token_ids: list[int], chunk: int, *, every: bool, backend: Backend
 ) -> Iterator[tuple[np.ndarray, int]]:
-    width = -(-len(token_ids) // PAGE_SIZE)
+    width = 2 ** (len(token_ids) // PAGE_SIZE).bit_length()
     layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width, backend)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
     kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
