@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route, Router
 
-from jaxcb.serve import chat, completions
+from jaxcb.parsing import reasoning_markers, tool_format
+from jaxcb.serve import chat, chat_answer, completions
 from jaxcb.serve.answer import EventStream, answer_beams, answer_whole
 from jaxcb.serve.auth import RequireApiKey
 from jaxcb.serve.body import read_json_body
@@ -30,12 +31,23 @@ if TYPE_CHECKING:
     from jaxcb.engine import Engine
 
 
-def make_app(engine: Engine, *, model_names: Sequence[str] = (), api_key: str | None = None) -> Starlette:
+def make_app(
+    engine: Engine,
+    *,
+    model_names: Sequence[str] = (),
+    api_key: str | None = None,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+) -> Starlette:
     """The server's application.
 
     Arguments:
         model_names: names that requests may use for the model; default: the engine's own.
         api_key: what every path under /v1 asks for, if given.
+        tool_call_parser, reasoning_parser: names of :mod:`jaxcb.parsing`, "auto" or "none".
+
+    Raises:
+        ConfigError: there is no such parser.
     """
     names = tuple(model_names) or (engine.name,)
     v1 = [
@@ -56,12 +68,19 @@ def make_app(engine: Engine, *, model_names: Sequence[str] = (), api_key: str | 
         exception_handlers=HANDLERS,
     )
     app.router.redirect_slashes = False
-    app.state.service = Service(engine=engine, model_names=names, metrics=Metrics(engine, names[0]))
+    template = engine.tokenizer.chat_template
+    app.state.service = Service(
+        engine=engine,
+        model_names=names,
+        metrics=Metrics(engine, names[0]),
+        tool_format=tool_format(tool_call_parser, template),
+        reasoning=reasoning_markers(reasoning_parser, template),
+    )
     return app
 
 
 async def chat_completions(request: Request) -> ASGIApp:
-    return await _generate(request, chat.read, chat.FACE)
+    return await _generate(request, chat.read, chat_answer.FACE)
 
 
 async def text_completions(request: Request) -> ASGIApp:
