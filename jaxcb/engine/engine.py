@@ -136,6 +136,9 @@ class Engine:
         self._num_submitted = 0
         self._accepting = True
         self._stopping = False
+        self._paused = False
+        self._progress_s = 0.0
+        """When a step was last done, or work came to an idle engine."""
         self._error: str | None = None
         self._finished: Counter[str] = Counter()
         self._started_s = time.monotonic()
@@ -248,6 +251,8 @@ class Engine:
     def _open(self, choice: Request, index: int, loop: asyncio.AbstractEventLoop | None) -> tuple[str, OutputStream]:
         """A key and a stream for one answer. The caller holds the lock."""
         self._num_submitted += 1
+        if not self._streams:
+            self._progress_s = time.monotonic()
         key = f"{self._num_submitted}-{index}-{choice.request_id}"
         stream = OutputStream(choice, functools.partial(self._end, key, FinishReason.ABORT), loop, index)
         self._streams[key] = stream
@@ -305,8 +310,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of gauges and totals."""
         scheduler, counters = self._scheduler, self._scheduler.counters
+        now_s = time.monotonic()
         with self._wake:
             num_waiting = self._num_waiting()
+            stalled_s = max(0.0, now_s - self._progress_s) if self._streams and not self._paused else 0.0
             finished = {reason.value: self._finished[reason.value] for reason in FinishReason}
         return EngineStats(
             num_running=scheduler.num_running,
@@ -327,8 +334,37 @@ class Engine:
             steps=self._core.num_steps,
             compiles=self._guard.num_compiles,
             finished=finished,
-            uptime_s=time.monotonic() - self._started_s,
+            uptime_s=now_s - self._started_s,
+            stalled_s=stalled_s,
         )
+
+    def pause(self) -> None:
+        """Make no more steps until :meth:`resume`: what runs keeps its pages, what comes waits."""
+        with self._wake:
+            self._paused = True
+
+    def resume(self) -> None:
+        """End a pause. Harmless without one."""
+        with self._wake:
+            self._paused, self._progress_s = False, time.monotonic()
+            self._wake.notify_all()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix. What runs goes on.
+
+        Raises:
+            EngineStoppedError: the engine has stopped.
+        """
+        self._between_steps(self._scheduler.cache.reset)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def accepting(self) -> bool:
+        """False once a shutdown has begun: requests are refused."""
+        return self._accepting
 
     @property
     def healthy(self) -> bool:
@@ -351,6 +387,8 @@ class Engine:
         """Refuse new requests, give the open ones up to ``drain_s`` seconds, abort the rest, end the threads."""
         with self._wake:
             self._accepting = False
+            self._paused = False
+            self._wake.notify_all()
             self._wake.wait_for(lambda: not self._streams or self._error is not None, timeout=drain_s)
             self._stopping = True
             self._wake.notify_all()
@@ -389,7 +427,10 @@ class Engine:
         try:
             with self._guard.watch():
                 while self._take_inbox():
+                    if self._paused:
+                        continue
                     self._emit(self._core.step())
+                    self._progress_s = time.monotonic()
                     self._end_replaced()
                 self._drop_all()
         except BaseException as error:
@@ -408,7 +449,7 @@ class Engine:
     def _take_inbox(self) -> bool:
         """Wait for work and move what came in to the scheduler. False when it is time to stop."""
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or self._stopping or self._core.has_work)
+            self._wake.wait_for(lambda: self._inbox or self._stopping or (self._core.has_work and not self._paused))
             inbox, self._inbox = self._inbox, []
             endings = [event for item in inbox if (event := self._take(item)) is not None]
             stopping = self._stopping

@@ -12,7 +12,7 @@ from jaxcb.request import SamplingParams
 from jaxcb.serve.beams import BeamFields
 from jaxcb.serve.call import Call, Prompt, new_id, refuse_streamed_prompt_logprobs, wants_usage
 from jaxcb.serve.conversation import Conversation
-from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
+from jaxcb.serve.fields import convert, decode_object, only_functions, refuse_unsupported, take
 from jaxcb.serve.requests import (
     CHAT_UNSUPPORTED,
     ChatFields,
@@ -40,6 +40,7 @@ def read(body: bytes, service: Service) -> Call:
     scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
     beam = take(fields, BeamFields)
     template = take(fields, TemplateFields)
+    only_functions(fields)
     choice = take(fields, ToolFields).choice()
     take(fields, IgnoredFields)
     chat = convert(fields, ChatFields)

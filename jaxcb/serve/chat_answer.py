@@ -64,17 +64,21 @@ def finish_reason(output: RequestOutput, has_calls: bool) -> str | None:
 
 
 def usage_of(call: Call, usage: Usage, reasoning: Sequence[str]) -> Usage:
-    """With the tokens of the reasoning, where the model reasons: counted by making tokens of its text again."""
+    """With the tokens of the reasoning, where the model reasons."""
     if call.reading.reasoning is None:
         return usage
-    count = sum(len(call.tokenizer.encode(text, add_special_tokens=False)) for text in reasoning if text)
     return Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
         prompt_tokens_details=usage.prompt_tokens_details,
-        completion_tokens_details=CompletionTokensDetails(count),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens(call, reasoning)),
     )
+
+
+def reasoning_tokens(call: Call, reasoning: Sequence[str]) -> int:
+    """Counted by making tokens of its text again."""
+    return sum(len(call.tokenizer.encode(text, add_special_tokens=False)) for text in reasoning if text)
 
 
 class _Writer(Writer):

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from starlette.responses import Response
 
 from jaxcb.request import FinishReason, RequestOutput
 from jaxcb.serve.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs
@@ -141,12 +142,18 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "jaxcb"
+    root: str
+    """The engine's own name of the model."""
     max_model_len: int
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "list"
     data: list[ModelCard]
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(encode(value), status_code=status, media_type="application/json")
 
 
 def encode(value: Any) -> bytes:

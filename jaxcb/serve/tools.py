@@ -36,13 +36,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: str
-    function: FunctionTool | None = None
-
-    def __post_init__(self) -> None:
-        if self.type != "function":
-            raise ValueError(f'only tools of type "function" are supported, got {self.type[:40]!r}')
-        if self.function is None:
-            raise ValueError('a tool of type "function" needs the field function')
+    function: FunctionTool
 
 
 class NamedFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +92,7 @@ class ToolFields(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             RequestError: they make no sense together; ``.param`` names the field.
         """
-        functions = [tool.function for tool in self.tools or () if tool.function is not None]
+        functions = [tool.function for tool in self.tools or ()]
         wanted = self.tool_choice
         if isinstance(wanted, NamedTool):
             assert wanted.function is not None  # or the schema had refused it

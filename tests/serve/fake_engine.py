@@ -118,7 +118,7 @@ class FakeStream:
 
     def _next_token(self) -> RequestOutput:
         sampling, prompt = self.request.sampling, self.request.prompt_token_ids
-        if len(self._ids) == 2 and chr(prompt[0]) == FAILS:
+        if self._engine.fails or (len(self._ids) == 2 and chr(prompt[0]) == FAILS):
             self._engine._ended(self, FinishReason.ERROR)
             return self._output([], "", self.ended, error="/secret/path: XlaRuntimeError")
         script = self._engine.answer
@@ -223,6 +223,11 @@ class FakeEngine:
         )
         self.sampling_defaults = sampling_defaults or {}
         self.healthy = True
+        self.paused = False
+        self.accepting = True
+        self.stalled_s = 0.0
+        self.num_resets = 0
+        self.fails = False
         self.step_s = step_s
         self.num_waiting = num_waiting
         self.host_memory = {"host_pages_total": 0}
@@ -254,7 +259,7 @@ class FakeEngine:
         if len(request.prompt_token_ids) >= self.limit:
             raise RequestError(f"at most {self.limit} tokens fit", param="prompt")
         if len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) > self.limit:
-            raise RequestError(f"at most {self.limit} tokens fit", param="max_tokens")
+            raise RequestError(f"max_tokens: at most {self.limit} tokens fit", param="max_tokens")
         if self.config.max_waiting is not None and self.num_waiting + len(self.live) >= self.config.max_waiting:
             raise QueueFullError(f"the queue holds {self.config.max_waiting} requests already")
         stream = FakeStream(self, request, index)
@@ -263,6 +268,15 @@ class FakeEngine:
         self.counts["prompt"] += len(request.prompt_token_ids)
         self.counts["cached"] += 1
         return stream
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
@@ -280,6 +294,7 @@ class FakeEngine:
             steps=0,
             finished=dict(self.finished),
             uptime_s=0.0,
+            stalled_s=self.stalled_s,
         )
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
-from jaxcb.serve.app import make_app
-
-from .fake_engine import FakeEngine
+from .serving import CALLS, THOUGHT, prompt_of, serving
 from .sse import events
 
 PATH = "/v1/chat/completions"
@@ -27,17 +23,6 @@ WEATHER = {
     },
 }
 ADD = {"type": "function", "function": {"name": "add"}}
-CALLS = (
-    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2]}}\n</tool_call>'
-)
-
-
-@contextmanager
-def serving(answer: str, **options: Any) -> Iterator[tuple[TestClient, FakeEngine]]:
-    engine = FakeEngine(answer=answer, max_model_len=2000)
-    with TestClient(make_app(engine, **options)) as client:
-        yield client, engine
 
 
 def ask(client: TestClient, **fields: Any) -> ChatCompletion:
@@ -56,10 +41,6 @@ def refusal(client: TestClient, **fields: Any) -> dict[str, Any]:
     response = client.post(PATH, json={"messages": [USER], **fields})
     assert response.status_code == 400, response.text
     return response.json()["error"]
-
-
-def prompt_of(engine: FakeEngine) -> str:
-    return "".join(map(chr, engine.requests[-1].prompt_token_ids))
 
 
 def test_calls_come_as_tool_calls() -> None:
@@ -175,8 +156,8 @@ def test_markers_that_are_special_tokens_are_not_left_out() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
         ({"tools": [ADD, ADD]}, "tools"),
         ({"tools": [ADD | {"more": 1}]}, "tools[0].more"),
@@ -201,9 +182,6 @@ def test_arguments_that_are_no_object_are_refused(client: TestClient, arguments:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     error = refusal(client, messages=[{"role": "assistant", "tool_calls": [call]}])
     assert error["param"] == "messages[0].tool_calls[0].function.arguments"
-
-
-THOUGHT = "<think>\nHm.\n</think>\n\nParis."
 
 
 def test_reasoning_comes_beside_the_content() -> None:
