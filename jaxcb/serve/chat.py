@@ -31,6 +31,7 @@ from jaxcb.serve.responses import (
     Delta,
     Usage,
 )
+from jaxcb.serve.structured import read_structured
 
 if TYPE_CHECKING:
     from jaxcb.serve.service import Service
@@ -44,6 +45,7 @@ def read(body: bytes, service: Service) -> Call:
     """
     fields = decode_object(body)
     refuse_unsupported(fields, CHAT_UNSUPPORTED)
+    structured = read_structured(fields, service.engine)
     sampling = take(fields, SamplingFields)
     scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
     beam = take(fields, BeamFields)
@@ -58,15 +60,28 @@ def read(body: bytes, service: Service) -> Call:
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     refuse_streamed_prompt_logprobs(chat.stream, chat.prompt_logprobs)
     sampling = _one_limit(sampling, chat.max_completion_tokens)
-    beams = beam.params(sampling, stream=chat.stream, logprobs=chat.logprobs, prompt_logprobs=chat.prompt_logprobs)
+    beams = beam.params(
+        sampling,
+        stream=chat.stream,
+        logprobs=chat.logprobs,
+        prompt_logprobs=chat.prompt_logprobs,
+        structured_outputs=structured,
+    )
     if beams is None:
-        sampling.params(defaults={}, logprobs=logprobs)  # refused before the template does its work
+        sampling.params(
+            defaults={}, logprobs=logprobs, structured_outputs=structured
+        )  # refused before the template does its work
     token_ids = service.engine.tokenizer.apply_chat_template(
         [_message(message) for message in chat.messages], max_tokens=service.max_model_len
     )
     defaults = service.sampling_defaults(len(token_ids), None)
     if beams is None:
-        params = sampling.params(defaults=defaults, logprobs=logprobs, prompt_logprobs=chat.prompt_logprobs)
+        params = sampling.params(
+            defaults=defaults,
+            logprobs=logprobs,
+            prompt_logprobs=chat.prompt_logprobs,
+            structured_outputs=structured,
+        )
         searched = []
     else:
         room = max(service.max_model_len - len(token_ids), 1)
