@@ -22,6 +22,8 @@ class ToolFormat:
             left out of the text.
         signs: what a chat template of the family holds, any of them.
         new_id: an id for a call, of the form that the family's template takes back.
+        call_tag: the text before and after a call's arguments (NAME stands for the function's), and the text that
+            always begins a call; None: these are not plain text.
     """
 
     name: str
@@ -29,6 +31,7 @@ class ToolFormat:
     marks: tuple[str, ...]
     signs: tuple[str, ...]
     new_id: Callable[[], str]
+    call_tag: tuple[str, str, str] | None = None
 
 
 def _long_id() -> str:
@@ -61,6 +64,7 @@ _FORMATS = (
         marks=(hermes.BEGIN, hermes.END),
         signs=(hermes.BEGIN,),
         new_id=_long_id,
+        call_tag=(f'{hermes.BEGIN}\n{{"name": "NAME", "arguments": ', f"}}\n{hermes.END}", hermes.BEGIN),
     ),
     ToolFormat(
         name="pythonic",
@@ -75,6 +79,7 @@ _FORMATS = (
         marks=(llama.TAG,),
         signs=(llama.TAG, '"parameters": '),
         new_id=_long_id,
+        call_tag=('{"name": "NAME", "parameters": ', "}", '{"name": '),
     ),
 )
 TOOL_PARSERS = {tools.name: tools for tools in _FORMATS}

@@ -14,6 +14,7 @@ from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
 from jaxcb.serve.prepare import conversation_call
 from jaxcb.serve.requests import SamplingFields, SchedulingFields, TemplateFields
 from jaxcb.serve.tools import FunctionTool, ToolChoice
+from jaxcb.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from jaxcb.serve.service import Service
@@ -22,8 +23,6 @@ MESSAGES_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "container": (),
     "mcp_servers": ([],),
     "context_management": (),
-    "output_config": ({},),
-    "output_format": (),
     "inference_geo": (),
     "speed": ("standard",),
     "service_tier": ("auto", "standard_only"),
@@ -125,6 +124,22 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("display is not supported: leave it out")
 
 
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A JSON schema that the answer's text follows."""
+
+    type: str
+    schema: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.type != "json_schema":
+            raise ValueError(f"type must be json_schema, got {self.type[:40]!r}")
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     user_id: str | None = None
 
@@ -152,6 +167,8 @@ class MessagesFields(PromptFields, frozen=True, kw_only=True, forbid_unknown_fie
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 def read(body: bytes, service: Service) -> Call:
@@ -169,8 +186,10 @@ def read(body: bytes, service: Service) -> Call:
     model = service.check_model(given.model)
     if given.stop_sequences is not None:
         sampling = msgspec.structs.replace(sampling, stop=given.stop_sequences)
+    config = given.output_config or OutputConfig()
+    language = config.format or given.output_format
     return conversation_call(
-        conversation_of(given, service),
+        conversation_of(given, service).with_effort(config.effort, service),
         sampling,
         service,
         prefix="msg",
@@ -179,6 +198,7 @@ def read(body: bytes, service: Service) -> Call:
         scheduling=scheduling,
         field_names={"prompt": "messages", "stop": "stop_sequences"},
         asked=given,
+        wanted=None if language is None else StructuredOutputs(json=language.schema),
     )
 
 

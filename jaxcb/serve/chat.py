@@ -22,6 +22,7 @@ from jaxcb.serve.requests import (
     SchedulingFields,
     TemplateFields,
 )
+from jaxcb.serve.structured import read_structured
 from jaxcb.serve.tools import ToolFields
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def read(body: bytes, service: Service) -> Call:
     """
     fields = decode_object(body)
     refuse_unsupported(fields, CHAT_UNSUPPORTED)
+    structured = read_structured(fields, service.engine)
     sampling = take(fields, SamplingFields)
     scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
     beam = take(fields, BeamFields)
@@ -58,17 +60,19 @@ def read(body: bytes, service: Service) -> Call:
         stream=chat.stream,
         logprobs=chat.logprobs,
         prompt_logprobs=chat.prompt_logprobs,
-        tools=choice.usable(),
+        tools=choice.usable() or None,
+        structured_outputs=structured,
     )
     if beams is None:
-        sampling.params(defaults={}, logprobs=logprobs)  # refused before the template does its work
+        # refused before the template does its work
+        sampling.params(defaults={}, logprobs=logprobs, structured_outputs=structured)
     conversation = Conversation(messages=plain_messages(chat.messages), choice=choice, **template.given())
     conversation = conversation.with_effort(chat.reasoning_effort, service)
     text = conversation.render(service)
     token_ids = service.engine.tokenizer.encode_chat(text, max_tokens=service.max_model_len)
     defaults = service.sampling_defaults(len(token_ids), None)
     if beams is None:
-        own = conversation.sampling(service, text)
+        own = conversation.sampling(service, text, structured)
         params = sampling.params(defaults=defaults, logprobs=logprobs, prompt_logprobs=chat.prompt_logprobs, **own)
         searched = []
     else:

@@ -26,6 +26,7 @@ from jaxcb.serve.requests import (
 )
 from jaxcb.serve.responses import Completion, TextChoice, Usage
 from jaxcb.serve.sse import Writer, event
+from jaxcb.serve.structured import read_structured
 
 if TYPE_CHECKING:
     from jaxcb.serve.service import Service
@@ -45,6 +46,7 @@ def read(body: bytes, service: Service) -> Call:
     """
     fields = decode_object(body)
     refuse_unsupported(fields, COMPLETION_UNSUPPORTED)
+    structured = read_structured(fields, service.engine)
     sampling = take(fields, SamplingFields)
     scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
     beam = take(fields, BeamFields)
@@ -63,6 +65,7 @@ def read(body: bytes, service: Service) -> Call:
         echo=completion.echo,
         logprobs=completion.logprobs,
         prompt_logprobs=completion.prompt_logprobs,
+        structured_outputs=structured,
     )
     echo = bool(completion.echo)
     echo_only = echo and sampling.max_tokens == 0  # OpenAI's way to have a text scored
@@ -89,6 +92,7 @@ def read(body: bytes, service: Service) -> Call:
                     best_of=best_of,
                     logprobs=completion.logprobs,
                     prompt_logprobs=prompt_logprobs,
+                    structured_outputs=structured,
                 ),
                 text,
             )

@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Any
 from jaxcb.errors import RequestError
 from jaxcb.parsing import TOOL_PARSERS, Reading
 from jaxcb.parsing.choose import ToolFormat
-from jaxcb.parsing.forced import ForcedParser, forced_schema
+from jaxcb.parsing.forced import ForcedParser
 from jaxcb.parsing.present import as_text
+from jaxcb.serve.constrain import constraint
 from jaxcb.serve.tools import ToolChoice
+from jaxcb.structured_outputs import StructuredOutputs
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 if TYPE_CHECKING:
     from jaxcb.serve.service import Service
-
-
-def constrained(schema: dict[str, Any], service: Service, prompt: str) -> Any:
-    """What keeps an answer to the schema."""
-    raise RequestError('tool_choice is supported as "auto" and "none"', param="tool_choice")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,8 +94,13 @@ class Conversation:
             )
         return dataclasses.replace(self, template_kwargs={**more, **self.template_kwargs})
 
-    def sampling(self, service: Service, prompt: str) -> dict[str, Any]:
-        """What the parsers and the choice of a tool ask of the sampling parameters of answers to ``prompt``."""
+    def sampling(self, service: Service, prompt: str, wanted: StructuredOutputs | None = None) -> dict[str, Any]:
+        """What the parsers and the choice of a tool ask of the sampling parameters of answers to ``prompt``, which the
+        body wants held to a language.
+
+        Raises:
+            RequestError: see :func:`jaxcb.serve.constrain.constraint`.
+        """
         marks: list[str] = []
         if self.choice.mode == "auto":
             marks += self.format(service).marks
@@ -107,7 +109,5 @@ class Conversation:
         asked: dict[str, Any] = {}
         if any(map(service.engine.tokenizer.is_special, marks)):
             asked["skip_special_tokens"] = False  # the parser has to see them; it takes them out itself
-        if self.choice.forced:
-            schema = forced_schema(self.choice.usable(), self.choice.name, parallel=self.choice.parallel)
-            asked["structured_outputs"] = constrained(schema, service, prompt)
-        return asked
+        language = constraint(self.choice, self.format(service), wanted, service, prompt)
+        return asked | {"structured_outputs": language}

@@ -38,6 +38,7 @@ from jaxcb.serve.requests import (
 )
 from jaxcb.serve.responses import ChatChunk, ChatCompletion, Completion, ModelCard, ModelList, json_response
 from jaxcb.serve.service import Service
+from jaxcb.serve.structured import StructuredFields
 from jaxcb.serve.tools import ToolFields
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -115,6 +116,7 @@ ENDPOINTS = (
         fields=(
             ChatFields,
             ToolFields,
+            StructuredFields,
             TemplateFields,
             SamplingFields,
             BeamFields,
@@ -128,7 +130,7 @@ ENDPOINTS = (
         path="/v1/completions",
         handler=text_completions,
         summary="Continue prompts of text or token ids (OpenAI).",
-        fields=(CompletionFields, SamplingFields, BeamFields, SchedulingFields, IgnoredFields),
+        fields=(CompletionFields, StructuredFields, SamplingFields, BeamFields, SchedulingFields, IgnoredFields),
         answer=Completion,
         chunks=Completion,
     ),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxcb.serve.call import Call, Prompt, new_id
 from jaxcb.serve.conversation import Conversation
 from jaxcb.serve.requests import SamplingFields
+from jaxcb.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from jaxcb.serve.service import Service
@@ -24,8 +25,10 @@ def conversation_call(
     scheduling: Mapping[str, Any],
     field_names: Mapping[str, str],
     asked: Any,
+    wanted: StructuredOutputs | None = None,
 ) -> Call:
-    """One answer to a conversation. ``prefix`` is that of the answer's id; the others are fields of the call.
+    """One answer to a conversation. ``prefix`` is that of the answer's id, ``wanted`` the language that the body holds
+    the answer to; the others are fields of the call.
 
     Raises:
         RequestError: a value is out of range, or the template refuses the messages; ``.param`` names the field.
@@ -33,7 +36,7 @@ def conversation_call(
     sampling.params(defaults={})  # refused before the template does its work
     text = conversation.render(service)
     token_ids = service.engine.tokenizer.encode_chat(text, max_tokens=service.max_model_len)
-    own = conversation.sampling(service, text)
+    own = conversation.sampling(service, text, wanted)
     params = sampling.params(defaults=service.sampling_defaults(len(token_ids), None), **own)
     return Call(
         id=new_id(prefix),

@@ -91,8 +91,6 @@ class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "request_id": (),

@@ -13,7 +13,9 @@ from jaxcb.serve.conversation import Conversation
 from jaxcb.serve.fields import convert, decode_object, only_functions, refuse_unsupported, take
 from jaxcb.serve.prepare import conversation_call
 from jaxcb.serve.requests import IgnoredFields, SamplingFields, SchedulingFields, TemplateFields
+from jaxcb.serve.structured import of_response_format
 from jaxcb.serve.tools import FunctionCall, FunctionTool, ToolCall, ToolChoice
+from jaxcb.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from jaxcb.serve.service import Service
@@ -168,7 +170,6 @@ def read(body: bytes, service: Service) -> Call:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if given.max_output_tokens is not None:
         sampling = msgspec.structs.replace(sampling, max_tokens=given.max_output_tokens)
-    _check_text_format(given.text)
     conversation = Conversation(messages=messages_of(given), choice=_choice(given), **template.given())
     if given.reasoning is not None:
         conversation = conversation.with_effort(given.reasoning.effort, service)
@@ -182,6 +183,7 @@ def read(body: bytes, service: Service) -> Call:
         scheduling=scheduling,
         field_names={"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"},
         asked=Asked(fields=given, sampling=sampling, ignored=ignored),
+        wanted=_language(given.text),
     )
 
 
@@ -285,6 +287,16 @@ def _choice(given: ResponsesFields) -> ToolChoice:
     return ToolChoice.of(tools, wanted or "auto", None, parallel=given.parallel_tool_calls)
 
 
-def _check_text_format(text: TextConfig | None) -> None:
-    if text is not None and text.format not in (None, {"type": "text"}):
-        raise RequestError('text.format is supported as {"type": "text"}', param="text.format")
+def _language(text: TextConfig | None) -> StructuredOutputs | None:
+    """What ``text.format`` holds the answer to. Its schema stands one level higher than in ``response_format``."""
+    if text is None or text.format is None:
+        return None
+    wanted = dict(text.format)
+    if wanted.get("type") == "json_schema":
+        inner = {name: value for name, value in wanted.items() if name != "type"}
+        wanted = {"type": "json_schema", "json_schema": inner}
+    try:
+        return of_response_format(wanted, "text.format")
+    except RequestError as error:
+        flat = str(error).replace("text.format.json_schema", "text.format")
+        raise RequestError(flat, param=(error.param or "").replace("text.format.json_schema", "text.format")) from error

@@ -15,8 +15,8 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function that can be called; ``parameters`` is the JSON schema of its arguments. ``strict`` is refused by
-    :class:`ToolFields` where it can't be kept."""
+    """A function that can be called; ``parameters`` is the JSON schema of its arguments, which ``strict`` holds them
+    to."""
 
     name: str
     description: str | None = None

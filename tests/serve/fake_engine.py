@@ -21,6 +21,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.errors import EngineStoppedError, ModelError, QueueFullError, RequestError
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request, RequestOutput
+from jaxcb.structured_outputs import StructuredOutputs
 
 EOS = ord("!")
 FAILS = "?"
@@ -249,6 +250,11 @@ class FakeEngine:
         engine = cls(step_s=0.02, max_waiting=config.max_waiting)
         print("fake engine:", dataclasses.asdict(config), file=sys.stderr)
         return engine
+
+    def compile_grammar(self, structured: StructuredOutputs) -> None:
+        assert threading.current_thread() is not threading.main_thread(), "it may take long: not on the event loop"
+        if "uniqueItems" in str(structured.json):
+            raise RequestError("uniqueItems is not supported", param="structured_outputs.json")
 
     def submit_choices(self, request: Request) -> list[FakeStream]:
         return [self._submit(request, index) for index in range(request.sampling.num_choices)]

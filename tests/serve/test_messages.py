@@ -215,3 +215,16 @@ def test_a_failure_ends_the_stream_with_an_error_event() -> None:
         engine.fails = True
         found = named_events(client.post(PATH, json={**BASE, "stream": True}).text)
     assert found[-1]["type"] == "error" and found[-1]["error"]["type"] == "api_error"
+
+
+def test_an_answer_can_be_held_to_a_schema_or_a_tool() -> None:
+    schema = {"type": "object"}
+    wanted = {"type": "json_schema", "schema": schema}
+    with serving('[{"name": "add", "arguments": {}}]') as (client, engine):
+        for fields in ({"output_format": wanted}, {"output_config": {"format": wanted}}):
+            ask(client, **fields)
+            assert engine.requests[-1].sampling.structured_outputs.json == schema
+        for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+            answer = ask(client, tools=[ADD], tool_choice=choice)
+            assert (answer["stop_reason"], answer["content"][0]["name"]) == ("tool_use", "add")
+            assert engine.requests[-1].sampling.structured_outputs.json["minItems"] == 1

@@ -184,3 +184,25 @@ def test_a_failure_ends_the_stream_with_response_failed() -> None:
     assert found[-1]["response"]["status"] == "failed"
     assert found[-1]["response"]["error"]["code"] == "engine_error"
     EVENTS.validate_python(found[-1] | {"response": found[-1]["response"] | {"error": None}})
+
+
+def test_a_text_format_holds_the_answer_to_a_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    with serving("{}") as (client, engine):
+        answer = ask(client, text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}})
+        assert engine.requests[-1].sampling.structured_outputs.json == schema
+        assert answer.text is not None and answer.text.format is not None and answer.text.format.type == "json_schema"
+        for given, param in (
+            ({"type": "json_schema", "name": "x"}, "text.format.schema"),
+            ({"type": "xml"}, "text.format.type"),
+            ({"type": "json_schema", "schema": {}, "mode": 1}, "text.format.mode"),
+        ):
+            response = client.post(PATH, json={"input": "hi", "text": {"format": given}})
+            assert error_of(response, 400)["param"] == param
+
+
+def test_a_call_can_be_forced() -> None:
+    with serving('[{"name": "add", "arguments": {}}]') as (client, engine):
+        answer = ask(client, tools=[WEATHER, ADD], tool_choice={"type": "function", "name": "add"})
+        assert engine.requests[-1].sampling.structured_outputs.json["maxItems"] == 1
+    assert [item.type for item in answer.output] == ["function_call"]

@@ -242,3 +242,67 @@ def test_log_probabilities_come_with_every_token_of_a_call() -> None:
     tokens = [token.token for part in parts if part for token in part.content or ()]
     assert whole is not None and tokens == [token.token for token in whole.content or ()]
     assert "".join(tokens) == CALLS + "!"
+
+
+FORCED = '[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "add", "arguments": {}}]'
+
+
+@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_is_held_to_the_schemas_of_the_tools(tool_choice: Any) -> None:
+    with serving(FORCED) as (client, engine):
+        choice = ask(client, tool_choice=tool_choice).choices[0]
+        language = engine.requests[-1].sampling.structured_outputs
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert [call.function.name for call in choice.message.tool_calls or ()] == ["weather", "add"]
+    assert language is not None and language.json is not None and language.reasoning_end is None
+    schema = language.json
+    assert schema["type"] == "array" and schema["minItems"] == 1
+    calls = schema["items"].get("anyOf", [schema["items"]])
+    assert [call["properties"]["name"]["const"] for call in calls] == (
+        ["weather", "add"] if tool_choice == "required" else ["weather"]
+    )
+    assert calls[0]["properties"]["arguments"] == WEATHER["function"]["parameters"]
+    assert schema.get("maxItems") == (None if tool_choice == "required" else 1)
+
+
+def test_a_model_that_reasons_does_so_before_a_forced_call() -> None:
+    answer = f"<think>Hm.</think>{FORCED}"
+    with serving(answer, reasoning_parser="qwen3") as (client, engine):
+        message = ask(client, tool_choice="required").choices[0].message
+        assert engine.requests[-1].sampling.structured_outputs.reasoning_end == "</think>"
+        ask(client, tools=None, response_format={"type": "json_object"})
+        assert engine.requests[-1].sampling.structured_outputs.reasoning_end == "</think>"
+        closed = {"messages": [USER, {"role": "assistant", "content": "<think></think>"}]}
+        ask(client, tools=None, response_format={"type": "json_object"}, continue_final_message=True, **closed)
+        assert engine.requests[-1].sampling.structured_outputs.reasoning_end is None
+    assert len(message.tool_calls or []) == 2 and message.model_dump()["reasoning_content"] == "Hm."
+
+
+def test_strict_tools_are_held_to_their_schemas_where_the_model_calls_them() -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    with serving("x") as (client, engine):
+        ask(client, tools=[strict, ADD])
+        tag = engine.requests[-1].sampling.structured_outputs.structural_tag
+        assert prompt_of(engine) == "tools:weather,add\nuser:hi\n"
+        ask(client, tools=[strict], tool_choice="none")
+        assert engine.requests[-1].sampling.structured_outputs is None
+    assert tag["triggers"] == ["<tool_call>"]
+    assert tag["structures"][0] == {
+        "begin": '<tool_call>\n{"name": "weather", "arguments": ',
+        "schema": WEATHER["function"]["parameters"],
+        "end": "}\n</tool_call>",
+    }
+    with serving("x", tool_call_parser="pythonic") as (client, _):
+        assert refusal(client, tools=[strict])["param"] == "tools"
+
+
+def test_a_forced_call_and_a_format_are_two_things() -> None:
+    with serving("x") as (client, _):
+        fields = {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}
+        assert refusal(client, **fields)["param"] == "tool_choice"
+        bad = {"type": "function", "function": {"name": "f", "parameters": {"uniqueItems": True}}}
+        assert refusal(client, tools=[bad], tool_choice="required")["param"] == "tools"
+
+
+def test_a_beam_search_takes_no_tools(client: TestClient) -> None:
+    assert refusal(client, use_beam_search=True, tools=[ADD])["param"] == "tools"
