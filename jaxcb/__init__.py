@@ -5,6 +5,7 @@
 
 from jaxcb.config import EngineConfig
 from jaxcb.request import FinishReason, RequestOutput, SamplingParams
+from jaxcb.structured_outputs import StructuredOutputs
 
-__all__ = ["EngineConfig", "FinishReason", "RequestOutput", "SamplingParams"]
+__all__ = ["EngineConfig", "FinishReason", "RequestOutput", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"

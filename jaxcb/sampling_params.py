@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from jaxcb import validation
 from jaxcb.errors import RequestError
+from jaxcb.structured_outputs import StructuredOutputs
+
+__all__ = ["SamplingParams", "StructuredOutputs"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1000
@@ -71,6 +74,9 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: give the log-probability of each token, and of so many most likely ones, 0 to 20; -1: of all of them.
         prompt_logprobs: the same for the tokens of the prompt, from the second on.
+        structured_outputs: the language that the text must be in. Then end tokens and ``stop`` strings end the answer
+            only where it is complete, and where the language allows nothing more the answer ends, whatever
+            ``min_tokens`` and ``ignore_eos`` say.
 
     Raises:
         RequestError: a value is outside its range; ``.param`` names the field.
@@ -107,6 +113,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _NUMBERS:
@@ -122,6 +129,7 @@ class SamplingParams:
         self._set("logit_bias", _biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check_together()
 
     def _check_together(self) -> None:

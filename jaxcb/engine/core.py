@@ -10,11 +10,14 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from jaxtyping import Shaped
 
+from jaxcb.engine.constraints import Constraints
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import RequestError
+from jaxcb.grammar import Grammar
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request
+from jaxcb.sampling.sampler import NOTHING
 from jaxcb.scheduler import Scheduler, TokenEvent
 from jaxcb.scheduler.sequence import Sequence, Status
 from jaxcb.step.runner import InFlight, Runner
@@ -51,6 +54,7 @@ class EngineCore:
         self.runner = runner
         self.step_log, self.trace = step_log, trace
         self.num_steps = 0
+        self.constraints = Constraints(scheduler, runner.spec.vocab_size, runner.spec.eos_token_ids)
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
         self._last_wait_s = 0.0
@@ -73,14 +77,20 @@ class EngineCore:
                 raise
             self.scheduler.add(request)
 
-    def add_choices(self, requests: list[Request]) -> None:
-        """Several answers to one prompt: see :meth:`Scheduler.add_choices`."""
-        self.scheduler.add_choices(requests)
+    def add_choices(self, requests: list[Request], grammar: Grammar | None = None) -> None:
+        """Several answers to one prompt, held to a grammar if one is given: see :meth:`Scheduler.add_choices`."""
+        sequences = self.scheduler.add_choices(requests)
+        if grammar is not None:
+            for sequence in sequences:
+                self.constraints.open(sequence, grammar)
 
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         """End a request from outside; None if it has ended already."""
         sequence = self.scheduler.finish(request_id, reason)
-        return None if sequence is None else TokenEvent(sequence, None, reason)
+        if sequence is None:
+            return None
+        self.constraints.drop(sequence)
+        return TokenEvent(sequence, None, reason)
 
     def export_prefix(self, token_ids: Seq[int], cache_salt: str) -> PrefixPages:
         """The KV of the longest beginning of ``token_ids`` that is cached on the device."""
@@ -101,9 +111,16 @@ class EngineCore:
         """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""
         started_s = time.perf_counter()
         plan = self.scheduler.plan()
+        events: list[TokenEvent] = []
         if plan is not None:
             planned_s = time.perf_counter()
-            self._in_flight.append(self.runner.launch(plan))
+            forwarded = self.runner.forward(plan)
+            mask = None
+            if constrained := self.constraints.in_step(plan):
+                while self._in_flight:
+                    events += self._commit()
+                mask = self.constraints.masks(forwarded.bucket.num_seqs, constrained)
+            self._in_flight.append(self.runner.sample(forwarded, mask))
             self.num_steps += 1
             if self.step_log is not None:
                 self.step_log.launched(plan.step, started_s)
@@ -113,20 +130,34 @@ class EngineCore:
         elif not self._in_flight and self.scheduler.has_requests:
             raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-            oldest = self._in_flight.popleft()
-            token_ids, ended_s = oldest.wait(), time.perf_counter()
-            begun_s = self._observe(oldest, ended_s)
-            self._collect_prompt_logprobs(oldest)
-            events = list(self.scheduler.commit(oldest.plan, token_ids))
-            self._add_logprobs(oldest, events)
-            if self.step_log is not None:
-                self.step_log.done(oldest, ended_s, more=self.has_work)
-            if self.trace is not None:
-                step, tokens = oldest.plan.step, oldest.plan.num_tokens
-                self.trace.span("device", f"{oldest.bucket}", begun_s, ended_s, step=step, tokens=tokens)
-                self.trace.span("commit", f"commit {step}", ended_s, time.perf_counter(), tokens=len(events))
-            return events
-        return []
+            events += self._commit()
+        return events
+
+    def _commit(self) -> list[TokenEvent]:
+        """Wait for the oldest step in flight; what came of it."""
+        oldest = self._in_flight.popleft()
+        token_ids, ended_s = oldest.wait(), time.perf_counter()
+        begun_s = self._observe(oldest, ended_s)
+        self._collect_prompt_logprobs(oldest)
+        failed = self._end_without_token(oldest, token_ids) if min(token_ids) == NOTHING else []
+        events = list(self.scheduler.commit(oldest.plan, token_ids))
+        self._add_logprobs(oldest, events)
+        events += failed + self.constraints.learn(events)
+        if self.step_log is not None:
+            self.step_log.done(oldest, ended_s, more=self.has_work)
+        if self.trace is not None:
+            step, tokens = oldest.plan.step, oldest.plan.num_tokens
+            self.trace.span("device", f"{oldest.bucket}", begun_s, ended_s, step=step, tokens=tokens)
+            self.trace.span("commit", f"commit {step}", ended_s, time.perf_counter(), tokens=len(events))
+        return events
+
+    def _end_without_token(self, step: InFlight, token_ids: list[int]) -> list[TokenEvent]:
+        """End what could sample nothing; its row then commits late, as any of a sequence that has ended."""
+        return [
+            self.constraints.nothing_left(row.sequence)
+            for row, token in zip(step.plan.rows, token_ids, strict=True)
+            if token == NOTHING and row.samples and row.sequence.status is not Status.FINISHED
+        ]
 
     def _collect_prompt_logprobs(self, step: InFlight) -> None:
         """By position: after a preemption the same ones come again."""

@@ -27,11 +27,13 @@ from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
+from jaxcb.grammar import Grammar, GrammarCompiler
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import TokenEvent
 from jaxcb.step.runner import Runner
+from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text import Tokenizer
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
@@ -41,6 +43,14 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrival:
+    """The answers of a request, and the grammar that they are held to."""
+
+    choices: list[Request]
+    grammar: Grammar | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +75,7 @@ class _Forks:
     parents: Sequence[str]
 
 
-_Item = list[Request] | _Forks | _Ending | _Call
+_Item = _Arrival | _Forks | _Ending | _Call
 
 
 class Engine:
@@ -122,6 +132,7 @@ class Engine:
             step_log=self._step_log,
             trace=self._trace,
         )
+        self._grammars = GrammarCompiler(tokenizer, spec.vocab_size, spec.eos_token_ids)
         self._random = random.Random(self.config.seed)
         self._guard = CompileGuard()
 
@@ -136,6 +147,9 @@ class Engine:
         self._num_submitted = 0
         self._accepting = True
         self._stopping = False
+        self._paused = False
+        self._progress_s = 0.0
+        """When a step was last done, or work came to an idle engine."""
         self._error: str | None = None
         self._finished: Counter[str] = Counter()
         self._started_s = time.monotonic()
@@ -195,6 +209,8 @@ class Engine:
     def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> list[OutputStream]:
         self.check_request(request)
         request = prepare.with_words(request, self.tokenizer)
+        structured = request.sampling.structured_outputs
+        grammar = None if structured is None else self._grammars.compile(structured)
         count = request.sampling.num_choices
         with self._wake:
             if not self._accepting:
@@ -210,11 +226,11 @@ class Engine:
             choices, streams = [], []
             for index in range(count):
                 choice = prepare.choice_of(request, index)
-                key, stream = self._open(choice, index, loop)
+                key, stream = self._open(choice, index, loop, grammar)
                 keys.append(key)
                 choices.append(dataclasses.replace(choice, request_id=key))
                 streams.append(stream)
-            self._inbox.append(choices)
+            self._inbox.append(_Arrival(choices, grammar))
             self._wake.notify_all()
         return streams
 
@@ -230,6 +246,8 @@ class Engine:
         for request, _ in children:
             prepare.check_single(request)
             self.check_request(request)
+            if request.sampling.structured_outputs is not None:
+                raise RequestError("a fork can't be held to a grammar", param="structured_outputs")
         loop = None if blocking else running_loop()
         with self._wake:
             if not self._accepting:
@@ -245,13 +263,17 @@ class Engine:
             self._wake.notify_all()
         return streams
 
-    def _open(self, choice: Request, index: int, loop: asyncio.AbstractEventLoop | None) -> tuple[str, OutputStream]:
+    def _open(
+        self, choice: Request, index: int, loop: asyncio.AbstractEventLoop | None, grammar: Grammar | None = None
+    ) -> tuple[str, OutputStream]:
         """A key and a stream for one answer. The caller holds the lock."""
         self._num_submitted += 1
+        if not self._streams:
+            self._progress_s = time.monotonic()
         key = f"{self._num_submitted}-{index}-{choice.request_id}"
         stream = OutputStream(choice, functools.partial(self._end, key, FinishReason.ABORT), loop, index)
         self._streams[key] = stream
-        self._text.open(key, choice)
+        self._text.open(key, choice, None if grammar is None else grammar.accepts)
         return key, stream
 
     def check_request(self, request: Request) -> None:
@@ -270,6 +292,16 @@ class Engine:
                 f"{sampling.num_choices} answers are asked for, and at most {self.max_choices} sequences run at once",
                 param="n" if sampling.best_of is None else "best_of",
             )
+
+    def compile_grammar(self, structured: StructuredOutputs) -> None:
+        """Compile what a request to come asks for, and keep it: ``submit`` then finds it. ``submit`` does it too, where
+        it is called; this is for callers who must not block there, such as an asyncio loop. Takes milliseconds as a
+        rule, a second for the first one of all, and never more than ``jaxcb.grammar.compiler.TIMEOUT_S``.
+
+        Raises:
+            RequestError: it can't be compiled, or not be held to exactly; ``.param`` names the field.
+        """
+        self._grammars.compile(structured)
 
     def abort(self, request_id: str) -> None:
         """Drop a request. Its stream ends with ``FinishReason.ABORT``. Harmless if it has ended."""
@@ -305,8 +337,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of gauges and totals."""
         scheduler, counters = self._scheduler, self._scheduler.counters
+        now_s = time.monotonic()
         with self._wake:
             num_waiting = self._num_waiting()
+            stalled_s = max(0.0, now_s - self._progress_s) if self._streams and not self._paused else 0.0
             finished = {reason.value: self._finished[reason.value] for reason in FinishReason}
         return EngineStats(
             num_running=scheduler.num_running,
@@ -327,8 +361,37 @@ class Engine:
             steps=self._core.num_steps,
             compiles=self._guard.num_compiles,
             finished=finished,
-            uptime_s=time.monotonic() - self._started_s,
+            uptime_s=now_s - self._started_s,
+            stalled_s=stalled_s,
         )
+
+    def pause(self) -> None:
+        """Make no more steps until :meth:`resume`: what runs keeps its pages, what comes waits."""
+        with self._wake:
+            self._paused = True
+
+    def resume(self) -> None:
+        """End a pause. Harmless without one."""
+        with self._wake:
+            self._paused, self._progress_s = False, time.monotonic()
+            self._wake.notify_all()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix. What runs goes on.
+
+        Raises:
+            EngineStoppedError: the engine has stopped.
+        """
+        self._between_steps(self._scheduler.cache.reset)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def accepting(self) -> bool:
+        """False once a shutdown has begun: requests are refused."""
+        return self._accepting
 
     @property
     def healthy(self) -> bool:
@@ -351,6 +414,8 @@ class Engine:
         """Refuse new requests, give the open ones up to ``drain_s`` seconds, abort the rest, end the threads."""
         with self._wake:
             self._accepting = False
+            self._paused = False
+            self._wake.notify_all()
             self._wake.wait_for(lambda: not self._streams or self._error is not None, timeout=drain_s)
             self._stopping = True
             self._wake.notify_all()
@@ -359,6 +424,7 @@ class Engine:
         self._text.put([TextEvent(key, None, FinishReason.ABORT) for key in list(self._streams)])
         self._refuse_calls("the engine is shutting down")
         self._text.close()
+        self._grammars.close()
         for file in (self._step_log, self._trace):
             if file is not None:
                 file.close()
@@ -389,7 +455,10 @@ class Engine:
         try:
             with self._guard.watch():
                 while self._take_inbox():
+                    if self._paused:
+                        continue
                     self._emit(self._core.step())
+                    self._progress_s = time.monotonic()
                     self._end_replaced()
                 self._drop_all()
         except BaseException as error:
@@ -408,7 +477,7 @@ class Engine:
     def _take_inbox(self) -> bool:
         """Wait for work and move what came in to the scheduler. False when it is time to stop."""
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or self._stopping or self._core.has_work)
+            self._wake.wait_for(lambda: self._inbox or self._stopping or (self._core.has_work and not self._paused))
             inbox, self._inbox = self._inbox, []
             endings = [event for item in inbox if (event := self._take(item)) is not None]
             stopping = self._stopping
@@ -431,10 +500,10 @@ class Engine:
             except Exception as error:
                 item.result.set_exception(error)
             return None
-        requests = item if isinstance(item, list) else [child for child, _ in item.children]
+        requests = item.choices if isinstance(item, _Arrival) else [child for child, _ in item.children]
         try:
-            if isinstance(item, list):
-                self._core.add_choices(item)
+            if isinstance(item, _Arrival):
+                self._core.add_choices(item.choices, item.grammar)
             else:
                 self._replaced += item.parents
                 for child, parent in item.children:
@@ -456,6 +525,7 @@ class Engine:
                         event.stop_id,
                         event.sequence.num_cached_tokens,
                         event.sequence.num_preemptions,
+                        error=event.error,
                         logprobs=event.logprobs,
                         prompt_logprobs=event.prompt_logprobs,
                     )
@@ -510,4 +580,5 @@ class Engine:
             self._wake.notify_all()
 
     def _num_waiting(self) -> int:
-        return sum(len(item) for item in self._inbox if isinstance(item, list)) + self._scheduler.num_waiting
+        arrived = sum(len(item.choices) for item in self._inbox if isinstance(item, _Arrival))
+        return arrived + self._scheduler.num_waiting

@@ -37,3 +37,5 @@ class EngineStats:
     """Programs compiled after the start. Anything but 0 is a fault."""
     finished: dict[str, int]
     uptime_s: float
+    stalled_s: float = 0.0
+    """Since a step was last done although there is work; 0 while there is none, and in a pause."""

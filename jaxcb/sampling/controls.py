@@ -45,7 +45,7 @@ class Controls(NamedTuple):
 
 def adjust(logits: Float[Array, "S V"], controls: Controls, positions: Int[Array, "S"]) -> Float[Array, "S V"]:
     """Logits after bans, biases, penalties and DRY. ``positions``: index of the token that is sampled."""
-    logits = jnp.where(_allowed(controls.allowed, logits.shape[1]), logits, -jnp.inf)
+    logits = keep_allowed(logits, controls.allowed)
     logits = _forbid(logits, _completed_bad_words(controls, positions))
     rows = jnp.arange(logits.shape[0])[:, None]
     logits = logits.at[rows, _or_dropped(controls.bias_ids, logits.shape[1])].add(controls.bias, mode="drop")
@@ -53,9 +53,10 @@ def adjust(logits: Float[Array, "S V"], controls: Controls, positions: Int[Array
     return _punish_repetition(logits, controls, positions)
 
 
-def _allowed(words: UInt[Array, "S W"], V: int) -> Bool[Array, "S V"]:
+def keep_allowed(logits: Float[Array, "S V"], words: UInt[Array, "S W"]) -> Float[Array, "S V"]:
+    """-inf where bit i of word w, which stands for id 32 w + i, is 0."""
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    return bits.reshape(words.shape[0], -1)[:, :V] == 1
+    return jnp.where(bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
 def _forbid(logits: Float[Array, "S V"], ids: Int[Array, "S N"]) -> Float[Array, "S V"]:

@@ -28,6 +28,8 @@ from jaxcb.sampling.truncation import (
 BLOCK = 128
 """Reductions over V run in two levels, over blocks of this many: XLA's CPU argmax over a whole row is scalar code."""
 GREEDY_BELOW = 1e-5
+NOTHING = -1
+"""In place of a token where none can be taken: every logit is -inf (or one is no number)."""
 
 
 class Tier(enum.IntEnum):
@@ -61,7 +63,8 @@ class Draws(NamedTuple):
 def sample(
     logits: Float[Array, "S V"], draws: Draws, controls: Controls | None = None, *, tier: Tier
 ) -> tuple[Int[Array, "S"], Float[Array, "S V"]]:
-    """Token ids, one a row, and the logits that they were drawn from: after every change, -inf where left out.
+    """Token ids, one a row (``NOTHING`` where none can be taken), and the logits that they were drawn from: after every
+    change, -inf where left out.
 
     ``controls`` are read by ``Tier.FULL``, which needs them. Filters after the temperature work one on what the other
     kept, in the order that :class:`jaxcb.sampling_params.SamplingParams` names.
@@ -73,9 +76,11 @@ def sample(
         logits = adjust(logits, controls, draws.positions)
     rows = jnp.arange(S)[:, None]
     logits = logits.at[rows, jnp.where(draws.forbidden < 0, V, draws.forbidden)].set(-jnp.inf, mode="drop")
-    best = _argmax(_in_blocks(logits))
+    blocks = _in_blocks(logits)
+    possible = blocks.max((1, 2)) > -jnp.inf
+    best = _argmax(blocks)
     if tier is Tier.GREEDY:
-        return best, logits
+        return jnp.where(possible, best, NOTHING), logits
     greedy = draws.temperature < GREEDY_BELOW
     scaled = logits / jnp.where(greedy, 1.0, draws.temperature)[:, None]
     uniform = _uniforms(draws.seeds, draws.positions)
@@ -91,7 +96,8 @@ def sample(
             weights = exclude_top_choices(weights, controls.xtc_probability, controls.xtc_threshold, uniform[:, 1])
         kept = jnp.where(weights > 0.0, scaled, -jnp.inf)
     drawn = jnp.minimum(_draw(_in_blocks(weights, 0.0), uniform[:, 0]), V - 1)
-    return jnp.where(greedy, best, drawn), jnp.where(greedy[:, None], logits, kept)
+    token_ids = jnp.where(possible, jnp.where(greedy, best, drawn), NOTHING)
+    return token_ids, jnp.where(greedy[:, None], logits, kept)
 
 
 def _weights(logits: Float[Array, "S V"]) -> Float[Array, "S V"]:

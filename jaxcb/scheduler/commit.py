@@ -30,7 +30,7 @@ class Commit:
             finished = Status.FINISHED
             late = [index for index, sequence in enumerate(sequences) if sequence.status is finished]
             sequences, token_ids = without(sequences, late), without(token_ids, late)
-        tokens, look_at = self.tokens, []
+        tokens, look_at, first = self.tokens, [], len(self.tokens)
         tokens.sequences += sequences
         tokens.token_ids += token_ids
         for index, sequence in enumerate(sequences):
@@ -43,7 +43,16 @@ class Commit:
             if sequence.valid_from <= self._step:
                 self._memory.settle(sequence)
             if token_ids[index] in sequence.end_ids or len(sequence.token_ids) >= sequence.max_total_tokens:
-                self._end(index)
+                self._end(first + index)
+
+    def foreseen(self, rows: Iterable[PlanRow]) -> None:
+        """Known tokens that some decodes have computed beside the one in flight. They come before what was sampled."""
+        for row in rows:
+            if row.num_tokens > 1 and row.sequence.status is not Status.FINISHED:
+                known = row.token_ids[1:]
+                row.sequence.token_ids += known
+                self.tokens.sequences += [row.sequence] * len(known)
+                self.tokens.token_ids += known
 
     def verified(self, rows: Seq[Row], sampled: Iterable[Sampled]) -> None:
         """Decodes some of which have drafts, with those that were accepted and the token after them.

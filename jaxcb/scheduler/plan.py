@@ -30,6 +30,8 @@ class PlanRow:
         row  token_ids      start  samples  new_pages (from first_new_page on)
         a    (IN_FLIGHT,)   7      yes      () (position 7 lies in its fourth page, which it has)
         b    [11, 12, 13]   4      yes      [8, 2] (from 2 on)
+
+    Were it foreseen that a's token in flight is followed by 5 and 6, its row would be [IN_FLIGHT, 5, 6].
     """
 
     sequence: Sequence
@@ -101,6 +103,8 @@ class StepPlan:
     chunks: Seq[PlanRow]
     num_tokens: int
     num_drafts: int = 0
+    num_foreseen: int = 0
+    """Tokens of answers in ``others`` that are known and not sampled."""
     moves: PageMoves | None = None
     """Copies of pages that the device makes before the step."""
     _rows: list[Row] | None = None
@@ -131,7 +135,7 @@ class StepPlan:
     @property
     def decode_only(self) -> bool:
         """Every row has one token."""
-        return not self.chunks and not self.num_drafts
+        return not self.chunks and not self.num_drafts and not self.num_foreseen
 
     @property
     def rows(self) -> list[Row]:
@@ -155,6 +159,8 @@ class TokenEvent(NamedTuple):
     """Of this token, if the request asks for them; the engine's core adds them."""
     prompt_logprobs: Logprobs | None = None
     """Of the prompt from its second token on, with the first token."""
+    error: str | None = None
+    """Why the sequence failed, with ``FinishReason.ERROR``."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -62,6 +62,10 @@ class RecordingScheduler(Scheduler):
         self._write({"finish": request_id, "reason": reason.value})
         return super().finish(request_id, reason)
 
+    def foresee(self, sequence: Sequence, token_ids: Seq[int]) -> None:
+        self._write({"foresee": sequence.request.request_id, "token_ids": list(token_ids)})
+        super().foresee(sequence, token_ids)
+
     def plan(self) -> StepPlan | None:
         plan = super().plan()
         self._write({"plan": checksum(plan)})
@@ -166,6 +170,7 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any], list[StepPlan]], object]]
     "add": lambda s, event, plans: s.add(_request(event["add"]), parent_id=event["parent_id"]),
     "add_choices": lambda s, event, plans: s.add_choices([_request(fields) for fields in event["add_choices"]]),
     "finish": lambda s, event, plans: s.finish(event["finish"], FinishReason(event["reason"])),
+    "foresee": lambda s, event, plans: s.foresee(_found(s, event["foresee"]), event["token_ids"]),
     "pin_prefix": lambda s, event, plans: s.prefixes.pin(event["pin_prefix"], event["cache_salt"]),
     "unpin_prefixes": lambda s, event, plans: s.prefixes.unpin(),
     "reset_prefixes": lambda s, event, plans: s.prefixes.reset(),
@@ -174,6 +179,13 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any], list[StepPlan]], object]]
     "commit": lambda s, event, plans: s.commit(plans[event["commit"]], event["sampled"]),
     "observe": lambda s, event, plans: s.observe(plans[event["observe"]], event["seconds"]),
 }
+
+
+def _found(scheduler: Scheduler, request_id: str) -> Sequence:
+    sequence = scheduler.roster.find(request_id)
+    if sequence is None:
+        raise LookupError(f"there is no request {request_id!r}")
+    return sequence
 
 
 def _start(event: dict[str, Any], policy: Key | None) -> Scheduler:

@@ -86,6 +86,28 @@ def add_drafts(decodes: Decodes, drafter: Drafter, num_draft_tokens: int, budget
     return budget - left
 
 
+def add_foreseen(decodes: Decodes, budget: int, memory: SequenceMemory) -> int:
+    """Extend decodes by the tokens that are known to follow, where budget and pages are left by everything else.
+    Returns how many."""
+    left, size = budget, memory.limits.page_size
+    for i, (sequence, start) in enumerate(zip(decodes.sequences, decodes.starts, strict=True)):
+        if not sequence.foreseen:
+            continue
+        row = decodes.others.get(i)
+        most = min(left, sequence.max_total_tokens - start - 2)  # the last position is sampled and never computed
+        tokens = list(sequence.foreseen[start + 1 - len(sequence.token_ids) :][:most])
+        first, pages = (row.first_new_page, list(row.new_pages)) if row else (len(sequence.pages), [])
+        missing = -(-(start + 1 + len(tokens) - sequence.capacity) // size)
+        pages += [memory.grow(sequence) for _ in range(min(missing, memory.pool.num_free))]
+        tokens = tokens[: sequence.capacity - start - 1]
+        if not tokens:
+            continue
+        decodes.others[i] = PlanRow(sequence, sequence.slot, [IN_FLIGHT, *tokens], start, True, first, pages)
+        sequence.num_scheduled += len(tokens)
+        left -= len(tokens)
+    return budget - left
+
+
 def chunk_row(chunk: Chunk) -> PlanRow:
     """From the last token on, the sequence decodes."""
     sequence, start = chunk.sequence, chunk.sequence.num_scheduled

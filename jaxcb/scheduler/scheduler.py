@@ -33,7 +33,7 @@ from jaxcb.scheduler.policy import policy_of
 from jaxcb.scheduler.preempt import Preemption, num_pages_needed
 from jaxcb.scheduler.prefixes import Prefixes
 from jaxcb.scheduler.roster import Roster
-from jaxcb.scheduler.rows import Decodes, Drafter, add_drafts, chunk_row, take_positions
+from jaxcb.scheduler.rows import Decodes, Drafter, add_drafts, add_foreseen, chunk_row, take_positions
 from jaxcb.scheduler.sequence import Sequence
 from jaxcb.scheduler.step_time import StepTimeFit
 
@@ -70,6 +70,7 @@ class Scheduler:
         self.preemption = Preemption(limits, self._policy, self._memory, self.roster, self.step_time)
         self.weighs_swaps = limits.preemption == "auto" and limits.num_host_pages > 0
         """Preemption compares what moving and what recomputing take."""
+        self._foresees = False
         self._learns_step_time = limits.itl_target_ms is not None or self.weighs_swaps
 
     # ------------------------------------------------------------------ requests
@@ -126,6 +127,13 @@ class Scheduler:
             self.roster.retire(sequence, reason)
         return sequence
 
+    def foresee(self, sequence: Sequence, token_ids: Seq[int]) -> None:
+        """Learn the tokens that follow a sequence's committed ones for certain, until the next call. Those after the
+        one in flight are computed together, and the next token is sampled after the last of them. None of them may be
+        an end token, and the device must be made to sample the first of them if it samples it."""
+        sequence.foreseen = token_ids
+        self._foresees = True
+
     @property
     def num_waiting(self) -> int:
         return len(self.roster.waiting)
@@ -172,10 +180,12 @@ class Scheduler:
         if (prompts or roster.waiting) and not limits.prefill_first:
             chunks = self._divide(prompts, num_tokens, admit=not preempted)
         num_tokens += sum([chunk.num_tokens for chunk in chunks])
-        num_drafts = 0
+        num_drafts = num_foreseen = 0
         if self._drafter is not None:
             left = limits.max_num_batched_tokens - num_tokens
             num_drafts = add_drafts(decodes, self._drafter, self._num_draft_tokens, left, memory)
+        elif self._foresees:
+            num_foreseen = add_foreseen(decodes, limits.max_num_batched_tokens - num_tokens, memory)
         if not num_tokens:
             # If nothing is in flight, the one that was preempted can take up the pages that it gave back.
             return Scheduler.plan(self) if preempted and not memory.num_deferred_pages else None
@@ -190,8 +200,9 @@ class Scheduler:
             starts=decodes.starts,
             others=decodes.others,
             chunks=chunk_rows,
-            num_tokens=num_tokens + num_drafts,
+            num_tokens=num_tokens + num_drafts + num_foreseen,
             num_drafts=num_drafts,
+            num_foreseen=num_foreseen,
             moves=self.cache.take_moves(),
         )
 
@@ -209,6 +220,8 @@ class Scheduler:
         if plan.num_drafts:
             commit.verified(plan.rows[:num_decodes], sampled[:num_decodes])
         else:
+            if plan.num_foreseen:
+                commit.foreseen(plan.others.values())
             commit.decodes(plan.decoding, sampled[:num_decodes])  # type: ignore[arg-type]  # no drafts: one token each
         commit.chunks(plan.chunks, sampled[num_decodes:])
         self.counters.generated_tokens += len(commit.tokens)

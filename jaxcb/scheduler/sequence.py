@@ -43,6 +43,9 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
 
+    foreseen: Seq[int] = ()
+    """Tokens that come after ``token_ids`` for certain: a grammar forces them. The first may be in flight."""
+
     num_scheduled: int = 0
     num_prefilled: int = 0
     """``num_computed`` before the first token since its admission is committed."""

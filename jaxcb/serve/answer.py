@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxcb.request import RequestOutput, best_choices
 from jaxcb.serve.beams import requests_of, search_all
 from jaxcb.serve.call import Call, Face
-from jaxcb.serve.errors import ApiError, ClientLeftError, error_body
+from jaxcb.serve.errors import ApiError, ClientLeftError
 from jaxcb.serve.responses import Usage, encode
 from jaxcb.serve.service import Meter, Service, log_left
+from jaxcb.serve.sse import Writer
 
 if TYPE_CHECKING:
     from jaxcb.engine import OutputStream
 
 T = TypeVar("T")
-_DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE_S = 15.0
+"""Longest silence of a stream: proxies cut connections that say nothing for half a minute or more."""
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -67,10 +69,10 @@ async def answer_beams(service: Service, face: Face, call: Call, receive: Receiv
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EventStream:
-    """An ASGI response: every output is sent as it comes, each as ``data: <chunk>`` and an empty line.
+    """An ASGI response: every output is sent as it comes, in the words of the endpoint's writer.
 
-    The sequences of a call send for themselves, so their chunks interleave. Then follow the usage, if it was asked
-    for, and ``[DONE]``. When the engine fails, an event with an error body stands before ``[DONE]``.
+    The sequences of a call send for themselves, so their chunks interleave. When the engine fails, the writer says so
+    in the stream, whose status is sent by then. While nothing else is sent, comments keep the connection alive.
     """
 
     service: Service
@@ -79,37 +81,63 @@ class EventStream:
     streams: Sequence[OutputStream]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pipe = _Pipe(send)
+        writer = self.face.writer(self.call)
+        keep_alive = asyncio.ensure_future(pipe.keep_alive(writer.keep_alive))
         try:
-            end = await _while_connected(self._events(send), receive, self.call, self.streams)
+            end = await _while_connected(self._events(writer, pipe), receive, self.call, self.streams)
         except ClientLeftError:
             return
-        await send({"type": "http.response.body", "body": end + _DONE})
+        finally:
+            keep_alive.cancel()
+        await send({"type": "http.response.body", "body": end})
 
-    async def _events(self, send: Send) -> bytes:
-        """Send the headers and all chunks; return the last event (usage or error) or nothing."""
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+    async def _events(self, writer: Writer, pipe: _Pipe) -> bytes:
+        """Send the headers and all chunks; return what ends the stream."""
+        await pipe.start()
+        await pipe.write(writer.begin())
         try:
             outputs = await _gather(
-                self._send_outputs(index, stream, send) for index, stream in enumerate(self.streams)
+                self._send_outputs(index, stream, writer, pipe) for index, stream in enumerate(self.streams)
             )
         except ApiError as error:
             _abort(self.streams)
-            return _event(error_body(error))
-        if not self.call.include_usage:
-            return b""
-        return _event(self.face.usage_chunk(self.call, Usage.of(outputs, echo_only=self.call.echo_only)))
+            return writer.fail(error)
+        return writer.end(Usage.of(outputs, echo_only=self.call.echo_only))
 
-    async def _send_outputs(self, index: int, stream: OutputStream, send: Send) -> RequestOutput:
+    async def _send_outputs(self, index: int, stream: OutputStream, writer: Writer, pipe: _Pipe) -> RequestOutput:
         meter = Meter(self.service)
         first = True
         async for output in stream:
             meter.saw(output)
-            chunks = self.face.chunks(self.call, index, output, first)
+            await pipe.write(writer.chunk(index, output, first))
             first = False
-            if chunks:
-                body = b"".join(map(_event, chunks))
-                await send({"type": "http.response.body", "body": body, "more_body": True})
         return output
+
+
+class _Pipe:
+    """The body of a stream under way, which knows when it last sent something."""
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._wrote_s = 0.0
+
+    async def start(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        self._wrote_s = time.monotonic()
+
+    async def write(self, body: bytes) -> None:
+        if body:
+            self._wrote_s = time.monotonic()
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def keep_alive(self, comment: bytes) -> None:
+        """Send ``comment`` whenever nothing was sent for ``KEEP_ALIVE_S``."""
+        while True:
+            silent_s = time.monotonic() - self._wrote_s if self._wrote_s else 0.0
+            if silent_s >= KEEP_ALIVE_S:
+                await self.write(comment)
+            await asyncio.sleep(KEEP_ALIVE_S - min(silent_s, KEEP_ALIVE_S) or KEEP_ALIVE_S)
 
 
 async def _last_outputs(service: Service, streams: Sequence[OutputStream]) -> list[RequestOutput]:
@@ -168,7 +196,3 @@ async def _client_left(receive: Receive) -> None:
 def _abort(streams: Sequence[OutputStream]) -> None:
     for stream in streams:
         stream.abort()
-
-
-def _event(value: msgspec.Struct) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"

@@ -1,4 +1,4 @@
-"""The API key: a wrapper around every /v1 route."""
+"""The API key: a wrapper around every route that answers prompts, and one with a key of its own for the admin's."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from jaxcb.serve.errors import ApiError, error_response
 
 
 class RequireApiKey:
-    """ASGI middleware: 401 unless the request brings ``Authorization: Bearer <api_key>``."""
+    """ASGI middleware: 401 unless the request brings ``Authorization: Bearer <api_key>``, or ``X-API-Key: <api_key>``
+    as Anthropic's clients do."""
 
     def __init__(self, app: ASGIApp, api_key: str):
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-        if hmac.compare_digest(given, self._expected):  # its time does not tell how much of the key was right
+        headers = Headers(scope=scope)
+        bearer, own = headers.get("authorization", ""), headers.get("x-api-key", "")
+        given = own if not bearer and own else bearer.removeprefix("Bearer ") if bearer.startswith("Bearer ") else ""
+        # its time does not tell how much of the key was right
+        if given and hmac.compare_digest(given.encode("latin-1"), self._key):
             await self._app(scope, receive, send)
             return
         error = ApiError(
             401, "The API key is missing or wrong: send Authorization: Bearer <key>", code="invalid_api_key"
         )
-        await error_response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        await error_response(error, {"WWW-Authenticate": "Bearer"}, path=scope["path"])(scope, receive, send)

@@ -12,9 +12,11 @@ import msgspec
 
 from jaxcb.beam import BeamParams
 from jaxcb.errors import RequestError
+from jaxcb.parsing import Reading
 from jaxcb.request import RequestOutput, SamplingParams
 from jaxcb.serve.requests import StreamOptions
 from jaxcb.serve.responses import Usage
+from jaxcb.serve.sse import Writer
 
 if TYPE_CHECKING:
     from jaxcb.text import Tokenizer
@@ -49,8 +51,13 @@ class Call:
     """Likeliest tokens beside each of the prompt, where the body asked for the prompt's log-probabilities."""
     beams: Sequence[BeamParams] = ()
     """How each prompt is searched, where the body asked for beam search."""
-    offsets: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Of a stream with log-probabilities: characters of the tokens sent so far, by choice."""
+    reading: Reading = dataclasses.field(default_factory=Reading)
+    """How the answers are taken apart."""
+    include_reasoning: bool = True
+    new_call_id: Callable[[], str] = lambda: ""
+    """Names a call of a tool."""
+    asked: Any = None
+    """The body's own fields, where the answer repeats them."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -61,13 +68,12 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Face:
-    """An endpoint in three functions: what stands between the engine's words and OpenAI's."""
+    """An endpoint in two functions: what stands between the engine's words and its clients'."""
 
     answer: Callable[[Call, Sequence[RequestOutput], Usage], msgspec.Struct]
     """The body for the finished outputs, the ``n`` of a prompt after those of the one before."""
-    chunks: Callable[[Call, int, RequestOutput, bool], list[msgspec.Struct]]
-    """(call, index of the choice, output, whether it is its first) -> the chunks that say what the output added."""
-    usage_chunk: Callable[[Call, Usage], msgspec.Struct]
+    writer: Callable[[Call], Writer]
+    """Writes a stream instead."""
 
 
 def new_id(prefix: str) -> str:

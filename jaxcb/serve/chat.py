@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages through the model's own template, answers as an assistant's message."""
+"""/v1/chat/completions: what it reads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import UNSET
 
 from jaxcb.errors import RequestError
-from jaxcb.request import RequestOutput, SamplingParams
+from jaxcb.request import SamplingParams
 from jaxcb.serve.beams import BeamFields
-from jaxcb.serve.call import Call, Face, Prompt, new_id, refuse_streamed_prompt_logprobs, wants_usage
-from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
-from jaxcb.serve.logprobs import chat_logprobs, prompt_logprobs
+from jaxcb.serve.call import Call, Prompt, new_id, refuse_streamed_prompt_logprobs, wants_usage
+from jaxcb.serve.conversation import Conversation
+from jaxcb.serve.fields import convert, decode_object, only_functions, refuse_unsupported, take
 from jaxcb.serve.requests import (
     CHAT_UNSUPPORTED,
     ChatFields,
@@ -21,16 +20,10 @@ from jaxcb.serve.requests import (
     IgnoredFields,
     SamplingFields,
     SchedulingFields,
+    TemplateFields,
 )
-from jaxcb.serve.responses import (
-    AnswerMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    Delta,
-    Usage,
-)
+from jaxcb.serve.structured import read_structured
+from jaxcb.serve.tools import ToolFields
 
 if TYPE_CHECKING:
     from jaxcb.serve.service import Service
@@ -44,9 +37,13 @@ def read(body: bytes, service: Service) -> Call:
     """
     fields = decode_object(body)
     refuse_unsupported(fields, CHAT_UNSUPPORTED)
+    structured = read_structured(fields, service.engine)
     sampling = take(fields, SamplingFields)
     scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
     beam = take(fields, BeamFields)
+    template = take(fields, TemplateFields)
+    only_functions(fields)
+    choice = take(fields, ToolFields).choice()
     take(fields, IgnoredFields)
     chat = convert(fields, ChatFields)
     model = service.check_model(chat.model)
@@ -58,15 +55,25 @@ def read(body: bytes, service: Service) -> Call:
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     refuse_streamed_prompt_logprobs(chat.stream, chat.prompt_logprobs)
     sampling = _one_limit(sampling, chat.max_completion_tokens)
-    beams = beam.params(sampling, stream=chat.stream, logprobs=chat.logprobs, prompt_logprobs=chat.prompt_logprobs)
-    if beams is None:
-        sampling.params(defaults={}, logprobs=logprobs)  # refused before the template does its work
-    token_ids = service.engine.tokenizer.apply_chat_template(
-        [_message(message) for message in chat.messages], max_tokens=service.max_model_len
+    beams = beam.params(
+        sampling,
+        stream=chat.stream,
+        logprobs=chat.logprobs,
+        prompt_logprobs=chat.prompt_logprobs,
+        tools=choice.usable() or None,
+        structured_outputs=structured,
     )
+    if beams is None:
+        # refused before the template does its work
+        sampling.params(defaults={}, logprobs=logprobs, structured_outputs=structured)
+    conversation = Conversation(messages=plain_messages(chat.messages), choice=choice, **template.given())
+    conversation = conversation.with_effort(chat.reasoning_effort, service)
+    text = conversation.render(service)
+    token_ids = service.engine.tokenizer.encode_chat(text, max_tokens=service.max_model_len)
     defaults = service.sampling_defaults(len(token_ids), None)
     if beams is None:
-        params = sampling.params(defaults=defaults, logprobs=logprobs, prompt_logprobs=chat.prompt_logprobs)
+        own = conversation.sampling(service, text, structured)
+        params = sampling.params(defaults=defaults, logprobs=logprobs, prompt_logprobs=chat.prompt_logprobs, **own)
         searched = []
     else:
         room = max(service.max_model_len - len(token_ids), 1)
@@ -83,8 +90,42 @@ def read(body: bytes, service: Service) -> Call:
         scheduling=scheduling,
         num_prompt_logprobs=chat.prompt_logprobs,
         beams=searched,
+        reading=conversation.reading(service, text),
+        include_reasoning=chat.include_reasoning is not False,
+        new_call_id=conversation.format(service).new_id,
         field_names={"prompt": "messages", "max_tokens": limit_name},
     )
+
+
+def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """What the tokenizer takes. "developer" is OpenAI's newer name of the system role; templates know the older.
+
+    Raises:
+        RequestError: a message has no content, or calls a function with arguments that are no JSON object.
+    """
+    return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _plain(where: str, message: ChatMessage) -> dict[str, Any]:
+    if message.content is None and not message.tool_calls:
+        raise RequestError(f"{where}.content: expected text, got none", param=f"{where}.content")
+    content: Any = message.content
+    if isinstance(content, list):
+        content = [msgspec.structs.asdict(part) for part in content]
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": content}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    if message.tool_calls:
+        plain["tool_calls"] = []
+        for index, call in enumerate(message.tool_calls):
+            try:
+                plain["tool_calls"].append(call.plain())
+            except ValueError as error:
+                param = f"{where}.tool_calls[{index}].function.arguments"
+                raise RequestError(f"{param} must be a JSON object: {error}", param=param) from error
+    return plain
 
 
 def _one_limit(sampling: SamplingFields, max_completion_tokens: int | None) -> SamplingFields:
@@ -98,70 +139,3 @@ def _one_limit(sampling: SamplingFields, max_completion_tokens: int | None) -> S
             param="max_tokens",
         )
     return msgspec.structs.replace(sampling, max_tokens=max_completion_tokens)
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """What the tokenizer takes. "developer" is OpenAI's newer name of the system role; templates know the older."""
-    content: Any = message.content
-    if not isinstance(content, str):
-        content = [msgspec.structs.asdict(part) for part in content]
-    role = "system" if message.role == "developer" else message.role
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": content, **named}
-
-
-def _answer(call: Call, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
-    return ChatCompletion(
-        id=call.id,
-        created=call.created,
-        model=call.model,
-        choices=[
-            ChatChoice(
-                index=index,
-                message=AnswerMessage(content=output.text),
-                finish_reason=output.finish_reason,
-                stop_reason=output.stop_reason,
-                logprobs=chat_logprobs(output.logprobs, call.tokenizer),
-            )
-            for index, output in enumerate(outputs)
-        ],
-        usage=usage,
-        prompt_logprobs=UNSET
-        if call.num_prompt_logprobs is None
-        else prompt_logprobs(outputs[0].prompt_logprobs, call.tokenizer),
-    )
-
-
-def _chunks(call: Call, index: int, output: RequestOutput, first: bool) -> list[msgspec.Struct]:
-    """The role comes alone and first; an output that added nothing and ends nothing is not worth a chunk."""
-    chunks: list[msgspec.Struct] = []
-    if first:
-        chunks.append(_chunk(call, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))]))
-    logprobs = output.new_logprobs
-    if output.new_text or output.finished or logprobs:
-        choice = ChatChunkChoice(
-            index=index,
-            delta=Delta(content=output.new_text or UNSET),
-            finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason if output.finished else UNSET,
-            logprobs=chat_logprobs(logprobs, call.tokenizer),
-        )
-        chunks.append(_chunk(call, [choice]))
-    return chunks
-
-
-def _chunk(call: Call, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-    return ChatChunk(
-        id=call.id,
-        created=call.created,
-        model=call.model,
-        choices=choices,
-        usage=usage if call.include_usage else UNSET,
-    )
-
-
-def _usage_chunk(call: Call, usage: Usage) -> ChatChunk:
-    return _chunk(call, [], usage)
-
-
-FACE = Face(answer=_answer, chunks=_chunks, usage_chunk=_usage_chunk)

@@ -25,6 +25,8 @@ from jaxcb.serve.requests import (
     SchedulingFields,
 )
 from jaxcb.serve.responses import Completion, TextChoice, Usage
+from jaxcb.serve.sse import Writer, event
+from jaxcb.serve.structured import read_structured
 
 if TYPE_CHECKING:
     from jaxcb.serve.service import Service
@@ -44,6 +46,7 @@ def read(body: bytes, service: Service) -> Call:
     """
     fields = decode_object(body)
     refuse_unsupported(fields, COMPLETION_UNSUPPORTED)
+    structured = read_structured(fields, service.engine)
     sampling = take(fields, SamplingFields)
     scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
     beam = take(fields, BeamFields)
@@ -62,6 +65,7 @@ def read(body: bytes, service: Service) -> Call:
         echo=completion.echo,
         logprobs=completion.logprobs,
         prompt_logprobs=completion.prompt_logprobs,
+        structured_outputs=structured,
     )
     echo = bool(completion.echo)
     echo_only = echo and sampling.max_tokens == 0  # OpenAI's way to have a text scored
@@ -88,6 +92,7 @@ def read(body: bytes, service: Service) -> Call:
                     best_of=best_of,
                     logprobs=completion.logprobs,
                     prompt_logprobs=prompt_logprobs,
+                    structured_outputs=structured,
                 ),
                 text,
             )
@@ -208,38 +213,44 @@ def _logprobs(
     return echoed_logprobs(prompt.token_ids, scored, None if call.echo_only else answer, call.tokenizer)
 
 
-def _chunks(call: Call, index: int, output: RequestOutput, first: bool) -> list[msgspec.Struct]:
-    """An output that added nothing and ends nothing is not worth a chunk."""
-    prompt = call.prompt_of(index)
-    echo = prompt.echo if first else None
-    new_text = "" if call.echo_only else output.new_text
-    if not new_text and not echo and not output.finished and not output.new_logprobs:
-        return []
-    logprobs = _logprobs(call, prompt, output, output.new_logprobs, call.offsets.get(index, 0))
-    if logprobs is not None:
-        call.offsets[index] = max(logprobs.end_offset, call.offsets.get(index, 0))
-    choice = TextChoice(
-        index=index,
-        text=(echo or "") + new_text,
-        finish_reason=FinishReason.LENGTH if call.echo_only and output.finished else output.finish_reason,
-        stop_reason=UNSET if not output.finished else None if call.echo_only else output.stop_reason,
-        logprobs=logprobs,
-    )
-    return [_chunk(call, [choice])]
+class _Writer(Writer):
+    """Chunks of choices; an output that added nothing and ends nothing is not worth one."""
+
+    def __init__(self, call: Call):
+        self._call = call
+        self._offsets: dict[int, int] = {}
+        """Characters of the tokens with log-probabilities sent so far, by choice."""
+
+    def chunk(self, index: int, output: RequestOutput, first: bool) -> bytes:
+        call, prompt = self._call, self._call.prompt_of(index)
+        echo = prompt.echo if first else None
+        new_text = "" if call.echo_only else output.new_text
+        if not new_text and not echo and not output.finished and not output.new_logprobs:
+            return b""
+        logprobs = _logprobs(call, prompt, output, output.new_logprobs, self._offsets.get(index, 0))
+        if logprobs is not None:
+            self._offsets[index] = max(logprobs.end_offset, self._offsets.get(index, 0))
+        choice = TextChoice(
+            index=index,
+            text=(echo or "") + new_text,
+            finish_reason=FinishReason.LENGTH if call.echo_only and output.finished else output.finish_reason,
+            stop_reason=UNSET if not output.finished else None if call.echo_only else output.stop_reason,
+            logprobs=logprobs,
+        )
+        return event(self._chunk([choice]))
+
+    def usage(self, usage: Usage) -> Completion | None:
+        return self._chunk([], usage) if self._call.include_usage else None
+
+    def _chunk(self, choices: list[TextChoice], usage: Usage | None = None) -> Completion:
+        call = self._call
+        return Completion(
+            id=call.id,
+            created=call.created,
+            model=call.model,
+            choices=choices,
+            usage=usage if call.include_usage else UNSET,
+        )
 
 
-def _chunk(call: Call, choices: list[TextChoice], usage: Usage | None = None) -> Completion:
-    return Completion(
-        id=call.id,
-        created=call.created,
-        model=call.model,
-        choices=choices,
-        usage=usage if call.include_usage else UNSET,
-    )
-
-
-def _usage_chunk(call: Call, usage: Usage) -> Completion:
-    return _chunk(call, [], usage)
-
-
-FACE = Face(answer=_answer, chunks=_chunks, usage_chunk=_usage_chunk)
+FACE = Face(answer=_answer, writer=_Writer)

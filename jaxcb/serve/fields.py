@@ -53,6 +53,15 @@ def take(fields: dict[str, Any], schema: type[T]) -> T:
     return convert({name: fields.pop(name) for name in names}, schema)
 
 
+def only_functions(fields: Mapping[str, Any]) -> None:
+    """Raise RequestError where ``tools`` holds a tool of another type than "function", whatever its fields are."""
+    tools = fields.get("tools")
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if isinstance(tool, dict) and (kind := tool.get("type")) != "function":
+            param = f"tools[{index}].type"
+            raise RequestError(f'{param}: only "function" is supported, got {repr(kind)[:40]}', param=param)
+
+
 def convert(fields: dict[str, Any], schema: type[T]) -> T:
     """``fields`` as the struct ``schema``.
 

@@ -13,6 +13,7 @@ import msgspec
 from jaxcb.errors import RequestError
 from jaxcb.request import SamplingParams
 from jaxcb.sampling_params import MAX_LOGPROBS
+from jaxcb.serve.tools import ToolCall
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,21 +79,18 @@ class SchedulingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Accepted without effect: they ask nothing of the answer. (There are no tools yet to call in parallel.)"""
+    """Accepted without effect: they ask nothing of the answer."""
 
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
 
 
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "request_id": (),
@@ -103,32 +101,28 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 CHAT_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **UNSUPPORTED,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
     "web_search_options": (),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
 }
 
 COMPLETION_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     **UNSUPPORTED,
     "suffix": (),
+    "parallel_tool_calls": (True,),
     "add_special_tokens": (True,),
 }
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 LogprobCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -159,23 +153,51 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message. Fields after ``name`` belong to answers that clients send back, and must be empty."""
+    """One message. Some fields belong to answers that clients send back, and must be empty."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: list[Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.role not in ("system", "developer", "user", "assistant"):
-            raise ValueError(f"role must be system, developer, user or assistant, got {self.role[:40]!r}")
-        for name in ("refusal", "annotations", "audio", "function_call", "tool_calls"):
+        if self.role not in ROLES:
+            raise ValueError(f"role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, got {self.role[:40]!r}")
+        for name in ("refusal", "annotations", "audio", "function_call"):
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported in a message: leave it out or send null")
+        for name in ("tool_calls", "reasoning_content"):
+            if getattr(self, name) and self.role != "assistant":
+                raise ValueError(f"{name} belongs to messages of the role assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id belongs to messages of the role tool")
+        if self.tool_call_id is None and self.role == "tool":
+            raise ValueError("a message of the role tool needs the field tool_call_id")
+
+
+class TemplateFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every endpoint that takes messages: how they are rendered."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Fields of :class:`jaxcb.serve.conversation.Conversation`. Behind an open message no new one begins, unless
+        that is asked for."""
+        open_end = bool(self.continue_final_message)
+        prompt = not open_end if self.add_generation_prompt is None else self.add_generation_prompt
+        return {
+            "add_generation_prompt": prompt,
+            "continue_final_message": open_end,
+            "template_kwargs": self.chat_template_kwargs or {},
+        }
 
 
 class ChatFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,6 +211,8 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     prompt_logprobs: LogprobCount | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,13 +7,19 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from starlette.responses import Response
 
 from jaxcb.request import FinishReason, RequestOutput
 from jaxcb.serve.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs
+from jaxcb.serve.tools import ToolCall
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +27,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Of models that reason."""
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput], *, echo_only: bool = False) -> Usage:
@@ -38,15 +46,19 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """``reasoning_content`` is DeepSeek's extra; ``content`` is null beside calls that came without text."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: AnswerMessage
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     stop_reason: int | str | None
     logprobs: ChatLogprobs | None = None
 
@@ -62,15 +74,31 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's extra, where it was asked for."""
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The first of a call has its id and name; the arguments of all concatenate."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: Delta
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     logprobs: ChatLogprobs | None = None
 
@@ -114,12 +142,18 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "jaxcb"
+    root: str
+    """The engine's own name of the model."""
     max_model_len: int
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "list"
     data: list[ModelCard]
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(encode(value), status_code=status, media_type="application/json")
 
 
 def encode(value: Any) -> bytes:

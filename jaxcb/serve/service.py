@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from jaxcb.errors import EngineStoppedError, JaxcbError, RequestError
+from jaxcb.parsing.choose import ToolFormat
+from jaxcb.parsing.reasoning import Markers
 from jaxcb.request import FinishReason, Request, RequestOutput
 from jaxcb.serve.call import Call
 from jaxcb.serve.errors import ApiError, stopped
@@ -24,11 +26,14 @@ logger = logging.getLogger("jaxcb.serve")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Service:
-    """``model_names`` are the names that requests may use; answers carry the first."""
+    """``model_names`` are the names that requests may use; answers carry the first. ``tool_format`` and ``reasoning``
+    say how the model writes calls of tools and its reasoning, if it is known."""
 
     engine: Engine
     model_names: tuple[str, ...]
     metrics: Metrics
+    tool_format: ToolFormat | None = None
+    reasoning: Markers | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     _reading: set[asyncio.Timeout] = dataclasses.field(default_factory=set)
 

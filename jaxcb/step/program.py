@@ -17,6 +17,7 @@ from jaxcb.models import native as native_models
 from jaxcb.models.decoder import LayerIndex, Params
 from jaxcb.models.tiles import CPU_ROWS, GPU_ROWS, SAMPLER_ROWS, InTiles, directly, tiles_of
 from jaxcb.sampling import Tier, sample
+from jaxcb.sampling.controls import keep_allowed
 from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
 from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
 from jaxcb.step.controls import rows_of
@@ -156,11 +157,17 @@ def sample_step(
         num_rows = jnp.max(jnp.where(samples, jnp.arange(1, slots.shape[0] + 1, dtype=jnp.int32), 0))
         in_tiles = tiles_of(SAMPLER_ROWS, num_rows)
     token_ids, drawn_from = in_tiles(functools.partial(sample, tier=tier), logits, draws, controls)
+    written = jnp.maximum(token_ids, 0)  # where there is none the sequence ends, and nobody reads it
     if tier is Tier.FULL:
-        history = state.controls.history.at[slots, draws.positions].set(token_ids, mode="drop")
+        history = state.controls.history.at[slots, draws.positions].set(written, mode="drop")
         state = state._replace(controls=state.controls._replace(history=history))
-    last_token = state.last_token.at[slots].set(token_ids, mode="promise_in_bounds")
+    last_token = state.last_token.at[slots].set(written, mode="promise_in_bounds")
     return SampleResult(state._replace(last_token=last_token), token_ids, drawn_from if keep_logits else None)
+
+
+def mask_logits(logits: Float[Array, "S V"], mask: Int[Array, "S W"]) -> Float[Array, "S V"]:
+    """-inf where a grammar doesn't allow the token: where its bit, i of word w for id 32 w + i, is 0."""
+    return keep_allowed(logits, lax.bitcast_convert_type(mask, jnp.uint32))
 
 
 def prompt_logprobs(

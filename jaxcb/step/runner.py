@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
 from jax.tree_util import PyTreeDef
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
@@ -70,6 +70,17 @@ class InFlight:
         return np.asarray(self.sampled.token_ids)[: self.plan.num_rows].tolist()
 
 
+@dataclasses.dataclass(frozen=True)
+class Forwarded:
+    """A step whose forward has been launched, and whose sampler has not."""
+
+    plan: StepPlan
+    bucket: Bucket
+    result: ForwardResult
+    wanted: Wanted
+    launched_s: float
+
+
 class Runner:
     """Not thread-safe: the engine's thread calls it."""
 
@@ -114,6 +125,10 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Upload a plan and start its two programs. Returns at once; the device works on."""
+        return self.sample(self.forward(plan))
+
+    def forward(self, plan: StepPlan) -> Forwarded:
+        """Upload a plan and start the first of its programs; :meth:`sample` has to come next."""
         bucket = self.buckets.choose(plan.num_tokens, plan.decode_only)
         launched_s = time.perf_counter()
         newcomers = [row for row in (*plan.others.values(), *plan.chunks) if row.new_pages and not row.first_new_page]
@@ -126,8 +141,12 @@ class Runner:
         result = self._forward[bucket](self._leaves, self._kv, self._state, upload)
         self._kv = result.kv
         wanted = Wanted(self._owners.tier_of(sampling_slots), self._owners.asked_logprobs(sampling_slots))
-        self._state, sampled = self._samplers.sample(self.params, result, plan, wanted)
-        return InFlight(plan, bucket, sampled, launched_s)
+        return Forwarded(plan, bucket, result, wanted, launched_s)
+
+    def sample(self, step: Forwarded, mask: Int[np.ndarray, "S W"] | None = None) -> InFlight:
+        """Start the second program. ``mask``: bit i of word w of a row is 0 where its grammar forbids id 32 w + i."""
+        self._state, sampled = self._samplers.sample(self.params, step.result, step.plan, step.wanted, mask)
+        return InFlight(step.plan, step.bucket, sampled, step.launched_s)
 
     def move_pages(self, moves: PageMoves | None) -> None:
         """Carry out what the page bookkeeping has decided, before a page of it is written anew."""

@@ -25,7 +25,14 @@ from jaxcb.sizing import PROMPT_ROWS
 from jaxcb.step.batch import SlotState, sample_size, set_controls
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job
-from jaxcb.step.program import ForwardResult, compiler_options, prompt_logprobs, sample_step, token_logprobs
+from jaxcb.step.program import (
+    ForwardResult,
+    compiler_options,
+    mask_logits,
+    prompt_logprobs,
+    sample_step,
+    token_logprobs,
+)
 from pallas_kernels.metadata import Backend
 
 
@@ -89,6 +96,7 @@ class Samplers:
     ):
         self._spec, self._backend, self._controls = spec, backend, controls
         self._dtype, self._processed, self._deterministic = logits_dtype, processed, deterministic
+        self._mask: dict[int, Compiled] = {}
         self._sample: dict[tuple[int, Tier], Compiled] = {}
         self._logprobs: dict[tuple[int, bool], Compiled] = {}
         self._prompt: dict[tuple[int, bool], Compiled] = {}
@@ -110,6 +118,8 @@ class Samplers:
                 step = functools.partial(sample_step, tier=tier, keep_logits=self._processed, deterministic=fixed)
                 program = jax.jit(step, donate_argnums=0, compiler_options=options)
                 yield _job(f"sample {tier.name.lower()} {S}", program, (state, logits, part), self._sample, (S, tier))
+            mask = array((S, -(-V // 32)), jnp.int32)
+            yield _job(f"mask {S}", jax.jit(mask_logits, compiler_options=options), (logits, mask), self._mask, S)
             kept = array((S, V), jnp.float32 if self._processed else self._dtype)
             for every in (False, True):
                 program = jax.jit(
@@ -149,13 +159,19 @@ class Samplers:
         return state
 
     def sample(
-        self, params: Params, forward: ForwardResult, plan: StepPlan, wanted: Wanted
+        self,
+        params: Params,
+        forward: ForwardResult,
+        plan: StepPlan,
+        wanted: Wanted,
+        mask: Int[np.ndarray, "S W"] | None = None,
     ) -> tuple[SlotState, Sampled]:
-        """Sample a step's rows and start the copies to the host."""
+        """Sample a step's rows, under a mask if one is given, and start the copies to the host."""
         logits, hidden = forward.logits, forward.hidden
         S = logits.shape[0]
         sample = self._sample[S, wanted.tier]
-        state, token_ids, drawn_from = sample(forward.state, logits, forward.sample_part)
+        masked = logits if mask is None else self._mask[S](logits, mask)
+        state, token_ids, drawn_from = sample(forward.state, masked, forward.sample_part)
         source = logits if drawn_from is None else drawn_from
         num_rows = np.int32(plan.num_rows)
         logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in wanted.logprobs}

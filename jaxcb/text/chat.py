@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxcb import validation
 from jaxcb.errors import RequestError
+
+SAFE_KWARGS: Mapping[str, type] = {
+    "enable_thinking": bool,
+    "thinking": bool,
+    "thinking_budget": int,
+    "reasoning_effort": str,
+    "date_string": str,
+    "tools_in_user_message": bool,
+}
+"""What a request may set of a template. Other names reach into the template's own business (CVE-2025-62426)."""
 
 
 def render(
@@ -17,8 +29,10 @@ def render(
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool,
     continue_final_message: bool,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text that ``template`` makes of ``messages``.
+    """The text that ``template`` makes of ``messages``. ``template_kwargs`` are of ``SAFE_KWARGS``, and read by the
+    template.
 
     Raises:
         RequestError: the messages are malformed, or the template (which the model brought) raised something.
@@ -29,6 +43,7 @@ def render(
             "set only one of them",
             param="continue_final_message",
         )
+    kwargs = _check_kwargs(template, template_kwargs or {})
     checked = [_check_message(index, message) for index, message in enumerate(_check_list(messages))]
     render_jinja_template = _renderer()
     try:
@@ -39,10 +54,28 @@ def render(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **special_tokens,
+            **kwargs,
         )
     except Exception as error:  # the template is a program from outside: whatever it raises refuses this request
-        raise RequestError(f"the model's chat template refused the messages: {error}", param="messages") from error
+        raise _refused(error) from error
     return rendered[0]
+
+
+@functools.lru_cache(maxsize=4)
+def variables(template: str) -> frozenset[str]:
+    """Names that a template reads from outside.
+
+    Raises:
+        RequestError: it can't be compiled.
+    """
+    import jinja2.meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        tree = _compile_jinja_template(template).environment.parse(template)
+    except Exception as error:  # as above
+        raise _refused(error) from error
+    return frozenset(jinja2.meta.find_undeclared_variables(tree))
 
 
 def preload() -> None:
@@ -71,6 +104,23 @@ def _renderer() -> Callable[..., tuple[list[str], list[Any]]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return render_jinja_template  # type: ignore[return-value]  # annotated as str; it returns a pair
+
+
+def _refused(error: Exception) -> RequestError:
+    return RequestError(f"the model's chat template refused the messages: {error}", param="messages")
+
+
+def _check_kwargs(template: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in kwargs.items():
+        param = f"chat_template_kwargs.{name}"
+        if name not in SAFE_KWARGS:
+            raise RequestError(f"{param} can't be set by a request: {', '.join(SAFE_KWARGS)} can", param=param)
+        if type(value) is not SAFE_KWARGS[name]:
+            kind = SAFE_KWARGS[name].__name__
+            raise RequestError(f"{param} must be of type {kind}, got {validation.shown(value)}", param=param)
+        if name not in variables(template):
+            raise RequestError(f"{param}: this model's chat template does not read it: leave it out", param=param)
+    return dict(kwargs)
 
 
 def _check_list(messages: object) -> Sequence[Any]:

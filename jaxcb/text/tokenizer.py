@@ -117,6 +117,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text that the model's chat template makes of ``messages``.
 
@@ -125,14 +126,13 @@ class Tokenizer:
             tools: JSON schemas of functions, for templates that present them.
             add_generation_prompt: end with the opening of the assistant's turn.
             continue_final_message: leave the last message open, to be continued; excludes ``add_generation_prompt``.
+            template_kwargs: more that the template reads, of ``jaxcb.text.chat.SAFE_KWARGS``.
 
         Raises:
             RequestError: there is no template, the messages are malformed, or the template refuses them.
         """
         if self.chat_template is None:
-            raise RequestError(
-                "the model has no chat template; send a plain prompt (completions) instead", param="messages"
-            )
+            raise _no_template()
         return chat.render(
             self.chat_template,
             messages,
@@ -140,7 +140,35 @@ class Tokenizer:
             special_tokens=self.special_tokens,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
         )
+
+    def encode_chat(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """Ids of what :meth:`render_chat` gave. The template writes the BOS token if the model wants one; none is
+        added.
+
+        Raises:
+            RequestError: as for :meth:`encode`.
+        """
+        return self._encode(text, "messages", max_tokens, add_special_tokens=False)
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template reads a variable.
+
+        Raises:
+            RequestError: there is no template, or it can't be compiled.
+        """
+        if self.chat_template is None:
+            raise _no_template()
+        return name in chat.variables(self.chat_template)
+
+    def is_special(self, text: str) -> bool:
+        """Whether ``text`` is a special token, which ``decode`` leaves out by default."""
+        return text in self._special_texts
+
+    @functools.cached_property
+    def _special_texts(self) -> frozenset[str]:
+        return frozenset(token.content for token in self.backend.get_added_tokens_decoder().values() if token.special)
 
     def apply_chat_template(
         self,
@@ -151,10 +179,10 @@ class Tokenizer:
         continue_final_message: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Ids of ``render_chat(...)``. The template writes the BOS token if the model wants one; none is added.
+        """Ids of ``render_chat(...)``.
 
         Raises:
-            RequestError: as for :meth:`render_chat` and :meth:`encode`.
+            RequestError: as for :meth:`render_chat` and :meth:`encode_chat`.
         """
         text = self.render_chat(
             messages,
@@ -162,7 +190,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self._encode(text, "messages", max_tokens, add_special_tokens=False)
+        return self.encode_chat(text, max_tokens=max_tokens)
 
     def warm_up(self) -> None:
         """Import what chat needs (about two seconds) and compile the template, so that no request waits for it."""
@@ -184,6 +212,10 @@ class Tokenizer:
                 param=param,
             ) from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def _no_template() -> RequestError:
+    return RequestError("the model has no chat template; send a plain prompt (completions) instead", param="messages")
 
 
 def _token_text(token: object) -> str | None:

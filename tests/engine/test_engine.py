@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import jax
@@ -309,3 +310,55 @@ def test_compiling_stops_at_the_first_failure(make_engine, monkeypatch):
     with pytest.raises(MemoryError):
         make_engine(decode_buckets=tuple(range(1, 8)), mixed_buckets=tuple(range(16, 128, 4)))
     assert len(begun) < 20, "38 programs wait"
+
+
+def test_a_paused_engine_makes_no_steps_and_goes_on_where_it_was(engine):
+    [expected] = complete(engine, [[5, 6, 7]], LONG)
+    stream = engine.submit(request("a"))
+    first = next(stream)
+    engine.pause()
+    time.sleep(0.1)  # for the step under way
+    steps = engine.stats().steps
+    waiting = engine.submit(request("b"))
+    time.sleep(0.1)
+    assert engine.paused and engine.stats().steps == steps and engine.stats().stalled_s == 0
+    engine.resume()
+    assert not engine.paused
+    assert (
+        list(stream)[-1].token_ids == expected.token_ids
+        and first.token_ids == expected.token_ids[: len(first.token_ids)]
+    )
+    assert list(waiting)[-1].token_ids == expected.token_ids
+
+
+def test_an_abort_and_a_shutdown_need_no_resume(engine):
+    stream = engine.submit(request("a"))
+    next(stream)
+    engine.pause()
+    stream.abort()
+    assert list(stream)[-1].finish_reason is FinishReason.ABORT
+    last = engine.submit(request("b", SamplingParams(temperature=0, max_tokens=3)))
+    engine.shutdown(drain_s=20)
+    assert list(last)[-1].finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+def test_a_step_that_does_not_come_back_is_seen(engine, monkeypatch):
+    assert engine.stats().stalled_s == 0
+    hang = threading.Event()
+    step = engine._core.step
+    monkeypatch.setattr(engine._core, "step", lambda: (hang.wait(20), step())[1])
+    stream = engine.submit(request("a", SamplingParams(temperature=0, max_tokens=3)))
+    wait_until(lambda: engine.stats().stalled_s > 0.05)
+    hang.set()
+    list(stream)
+    wait_until(lambda: is_idle(engine))
+    assert engine.stats().stalled_s == 0
+
+
+def test_a_reset_forgets_every_prefix(engine):
+    prompt = list(range(5, 69))
+    few = SamplingParams(temperature=0, max_tokens=3)
+    assert complete(engine, [prompt], few)[0].num_cached_tokens == 0
+    assert complete(engine, [prompt], few)[0].num_cached_tokens > 0
+    engine.reset_prefix_cache()
+    assert complete(engine, [prompt], few)[0].num_cached_tokens == 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxcb.sampling import Controls, Tier, sample
 from jaxcb.sampling.controls import adjust, repetition_lengths
+from jaxcb.sampling.sampler import NOTHING
 from jaxcb.sampling.truncation import exclude_top_choices, keep_top_n_sigma, keep_typical
 from tests.sampling.test_sampler import draws_of, random_logits
 
@@ -214,10 +215,10 @@ def test_the_logits_drawn_from_hold_only_what_can_be_drawn():
     assert set(np.asarray(ids).tolist()) == set(np.flatnonzero(np.isfinite(np.asarray(kept)[0])).tolist())
 
 
-def test_a_row_where_nothing_can_be_taken_stays_inside_the_vocabulary():
+def test_a_row_where_nothing_can_be_taken_says_so():
     logits = jnp.asarray(random_logits(S=2, vocabulary=V))
     for temperature in (0.0, 1.0):
         ids, _ = jax.jit(sample, static_argnames="tier")(
             logits, draws_of(2, temperature=temperature), tier=Tier.FULL, controls=controls_of(2, allowed=[0, 0, 0])
         )
-        assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < V)).all()
+        assert (np.asarray(ids) == NOTHING).all()

@@ -8,6 +8,7 @@ another beginning, or a late token changes the answer.
 from __future__ import annotations
 
 import dataclasses
+import random
 import zlib
 from collections import deque
 from collections.abc import Sequence as Seq
@@ -126,7 +127,13 @@ class Driver:
         self.answers: dict[str, list[int]] = {}
         self.finished: dict[str, TokenEvent] = {}
         self.plans: list[StepPlan] = []
+        self.foresight: dict[str, list[int]] = {}
+        """Whole answers of requests some of whose tokens are foreseen, as a grammar would."""
+        self.chance_to_foresee = 0.4
+        """After a token that wasn't."""
+        self._rng = random.Random(depth)
         self._seen: set[Sequence] = set()  # in some plan so far
+        self._foreseen_to: dict[Sequence, int] = {}
         self._in_use: dict[int, list[tuple[Sequence, set[int]]]] = {}  # step in flight -> pages that its rows read
 
     def add(
@@ -164,13 +171,36 @@ class Driver:
     def commit(self) -> None:
         plan, sampled = self.in_flight.popleft()
         self._in_use.pop(plan.step, None)
-        for event in self.scheduler.commit(plan, sampled):
+        events = list(self.scheduler.commit(plan, sampled))
+        self._foresee({event.sequence for event in events})
+        for event in events:
             request_id = event.sequence.request.request_id
             if event.token_id is not None:
                 self.answers[request_id].append(event.token_id)
             if event.finish_reason is not None:
                 self.finished[request_id] = event
         self.scheduler.check()
+
+    def foresee(self, request_id: str, answer: list[int], end: int) -> None:
+        """The first ``end`` tokens of the answer are known from now on."""
+        sequence = self.scheduler.roster.find(request_id)
+        assert sequence is not None
+        self.foresight[request_id] = answer
+        self._foreseen_to[sequence] = end
+        self.scheduler.foresee(sequence, answer[sequence.num_generated : end])
+
+    def _foresee(self, sequences: set[Sequence]) -> None:
+        """Now and then learn some tokens that come next. What was foreseen is told again without what has come."""
+        for sequence in sorted(sequences, key=lambda sequence: sequence.ticket):
+            answer = self.foresight.get(sequence.request.request_id)
+            if answer is None or sequence.status is Status.FINISHED:
+                continue
+            end = self._foreseen_to.get(sequence, 0)
+            if end <= sequence.num_generated and self._rng.random() < self.chance_to_foresee:
+                most = answer[: sequence.num_generated + self._rng.randint(1, 9)]
+                end = next((i for i, token in enumerate(most) if token in sequence.end_ids), len(most))
+                self._foreseen_to[sequence] = end
+            self.scheduler.foresee(sequence, answer[sequence.num_generated : end])
 
     def run(self, max_steps: int = 100_000) -> None:
         """Until nothing is left; more steps than ``max_steps`` is a deadlock."""
@@ -185,7 +215,8 @@ class Driver:
         assert plan.num_tokens == sum(len(row.token_ids) for row in plan.rows) <= limits.max_num_batched_tokens
         assert 0 < len(plan.rows) <= limits.max_num_seqs
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "two rows in one slot"
-        assert all(len(row.token_ids) == 1 + row.num_drafts for row in plan.rows[: plan.num_decodes])
+        more = [len(row.token_ids) - 1 - row.num_drafts for row in plan.rows[: plan.num_decodes]]
+        assert min(more, default=0) >= 0 and plan.num_foreseen == sum(more)
         assert not any(row.num_drafts for row in plan.rows[plan.num_decodes :])
         assert plan.num_drafts == sum(row.num_drafts for row in plan.rows)
 

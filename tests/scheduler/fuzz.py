@@ -83,6 +83,7 @@ class Fuzz:
         self.driver = self.make(depth, drafter=drafter, **self.changes)
         self.limits: SchedulerLimits = self.driver.scheduler.limits
         self.wanted: dict[str, list[int]] = {}
+        self.foresees = drafter is None and random.Random(f"foresees {self.seed}").random() < 0.3
         self.aborted: set[str] = set()
         self.num_added = 0
         self.num_steps = 0
@@ -165,6 +166,8 @@ class Fuzz:
             self.limits.sliding_window,
             request.cache_salt,
         )
+        if self.foresees:
+            self.driver.foresight[request.request_id] = self.wanted[request.request_id]
 
     def fork(self, name: str) -> None:
         parent = self.driver.scheduler.roster.find(name)

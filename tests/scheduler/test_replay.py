@@ -27,7 +27,7 @@ def recorded(seed: int) -> tuple[Fuzz, list[str], list[int]]:
         return step
 
     fuzz.driver.scheduler.plan = noted
-    fuzz.run(150)
+    fuzz.run(200)
     return fuzz, file.getvalue().splitlines(), checksums
 
 

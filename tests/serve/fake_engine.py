@@ -21,6 +21,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.errors import EngineStoppedError, ModelError, QueueFullError, RequestError
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request, RequestOutput
+from jaxcb.structured_outputs import StructuredOutputs
 
 EOS = ord("!")
 FAILS = "?"
@@ -30,10 +31,14 @@ PAGES = 64
 
 
 class FakeTokenizer:
-    """One id a character. Chat prompts are "role:content" lines."""
+    """One id a character. Chat prompts are "role:content" lines, behind a line of the tools if there are any."""
 
     has_chat_template = True
-    chat_template = "fake"
+
+    def __init__(self) -> None:
+        self.chat_template = "fake"
+        self.variables = {"messages", "tools"}
+        self.special: set[str] = set()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return [ord(char) for char in text]
@@ -41,15 +46,37 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **_: Any) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
         if self.chat_template == "raise":
             raise RequestError("the template refused", param="messages")
-        lines = []
+        lines = [f"tools:{','.join(tool['function']['name'] for tool in tools)}\n"] if tools else []
+        lines += [f"{name}={value}\n" for name, value in (template_kwargs or {}).items()]
         for message in messages:
             content = message["content"]
-            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-            lines.append(f"{message['role']}:{text}\n")
-        return self.encode("".join(lines))
+            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
+            calls = "".join(
+                f"<{call['function']['name']}{call['function']['arguments']}>" for call in message.get("tool_calls", ())
+            )
+            lines.append(f"{message['role']}:{text}{calls}\n")
+        text = "".join(lines)
+        return text.removesuffix("\n") if continue_final_message else text
+
+    def encode_chat(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        return self.encode(text)
+
+    def reads(self, name: str) -> bool:
+        return name in self.variables
+
+    def is_special(self, text: str) -> bool:
+        return text in self.special
 
     def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()
@@ -92,17 +119,21 @@ class FakeStream:
 
     def _next_token(self) -> RequestOutput:
         sampling, prompt = self.request.sampling, self.request.prompt_token_ids
-        if len(self._ids) == 2 and chr(prompt[0]) == FAILS:
+        if self._engine.fails or (len(self._ids) == 2 and chr(prompt[0]) == FAILS):
             self._engine._ended(self, FinishReason.ERROR)
             return self._output([], "", self.ended, error="/secret/path: XlaRuntimeError")
-        token = prompt[len(self._ids) % len(prompt)]
+        script = self._engine.answer
+        if script is None:
+            token = prompt[len(self._ids) % len(prompt)]
+        else:
+            token = ord(script[len(self._ids)]) if len(self._ids) < len(script) else EOS
         self._ids.append(token)
         self._first_s = self._first_s or time.monotonic()
         self._engine.counts["generation"] += 1
-        limit = min(sampling.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt))
+        limit = min(sampling.max_tokens or self._engine.limit, self._engine.limit - len(prompt))
         reason: FinishReason | None = None
         piece = chr(token)
-        if token == EOS and not sampling.ignore_eos:
+        if token == EOS and not sampling.ignore_eos and (script is None or len(self._ids) > len(script)):
             reason, piece = FinishReason.STOP, ""
         elif len(self._ids) >= limit:
             reason = FinishReason.LENGTH
@@ -159,7 +190,8 @@ class FakeStream:
 
 
 class FakeEngine:
-    """The engine's interface; ``step_s``: seconds a token; ``num_waiting``: others that stay in the queue."""
+    """The engine's interface; ``step_s``: seconds a token; ``num_waiting``: others that stay in the queue; ``answer``:
+    what it says to every prompt, instead of the prompt."""
 
     def __init__(
         self,
@@ -170,13 +202,16 @@ class FakeEngine:
         enable_prefix_caching: bool = True,
         policy: str = "fcfs",
         sampling_defaults: dict[str, Any] | None = None,
+        answer: str | None = None,
+        max_model_len: int = MAX_MODEL_LEN,
     ):
+        self.answer = answer
         self.name = "fake-model"
         self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000, vocab_size=0x110000)
         self.tokenizer = FakeTokenizer()
         self.config = EngineConfig(
             dtype="float32",
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             max_num_seqs=8,
             max_num_batched_tokens=64,
             decode_buckets=(1, 4),
@@ -189,6 +224,11 @@ class FakeEngine:
         )
         self.sampling_defaults = sampling_defaults or {}
         self.healthy = True
+        self.paused = False
+        self.accepting = True
+        self.stalled_s = 0.0
+        self.num_resets = 0
+        self.fails = False
         self.step_s = step_s
         self.num_waiting = num_waiting
         self.host_memory = {"host_pages_total": 0}
@@ -198,6 +238,11 @@ class FakeEngine:
         self.finished: Counter[str] = Counter({str(reason): 0 for reason in FinishReason})
         self._stopped = False
 
+    @property
+    def limit(self) -> int:
+        assert self.config.max_model_len is not None
+        return self.config.max_model_len
+
     @classmethod
     def start(cls, config: EngineConfig, *, progress: bool = True) -> FakeEngine:
         if config.model == "missing":
@@ -206,16 +251,21 @@ class FakeEngine:
         print("fake engine:", dataclasses.asdict(config), file=sys.stderr)
         return engine
 
+    def compile_grammar(self, structured: StructuredOutputs) -> None:
+        assert threading.current_thread() is not threading.main_thread(), "it may take long: not on the event loop"
+        if "uniqueItems" in str(structured.json):
+            raise RequestError("uniqueItems is not supported", param="structured_outputs.json")
+
     def submit_choices(self, request: Request) -> list[FakeStream]:
         return [self._submit(request, index) for index in range(request.sampling.num_choices)]
 
     def _submit(self, request: Request, index: int) -> FakeStream:
         if self._stopped or not self.healthy:
             raise EngineStoppedError("the engine was shut down by /secret/path")
-        if len(request.prompt_token_ids) >= MAX_MODEL_LEN:
-            raise RequestError(f"at most {MAX_MODEL_LEN} tokens fit", param="prompt")
-        if len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) > MAX_MODEL_LEN:
-            raise RequestError(f"at most {MAX_MODEL_LEN} tokens fit", param="max_tokens")
+        if len(request.prompt_token_ids) >= self.limit:
+            raise RequestError(f"at most {self.limit} tokens fit", param="prompt")
+        if len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) > self.limit:
+            raise RequestError(f"max_tokens: at most {self.limit} tokens fit", param="max_tokens")
         if self.config.max_waiting is not None and self.num_waiting + len(self.live) >= self.config.max_waiting:
             raise QueueFullError(f"the queue holds {self.config.max_waiting} requests already")
         stream = FakeStream(self, request, index)
@@ -224,6 +274,15 @@ class FakeEngine:
         self.counts["prompt"] += len(request.prompt_token_ids)
         self.counts["cached"] += 1
         return stream
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
@@ -241,6 +300,7 @@ class FakeEngine:
             steps=0,
             finished=dict(self.finished),
             uptime_s=0.0,
+            stalled_s=self.stalled_s,
         )
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:

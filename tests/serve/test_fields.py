@@ -78,7 +78,6 @@ def test_the_model_s_default_of_max_tokens_leaves_room_at_the_context_limit(path
         (CHAT, {"n": True}),
         (CHAT, {"echo": True}),
         (COMPLETIONS, {"suffix": ""}),
-        (CHAT, {"response_format": {"type": "json_object"}}),
         (CHAT, {"tool_choice": "required"}),
     ],
 )

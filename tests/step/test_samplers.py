@@ -1,4 +1,4 @@
-"""The memory of log-probabilities: what is reserved for them is what their programs take."""
+"""The memory of log-probabilities is what their programs take; masks forbid what they say; no token leaves no trace."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import param_shapes
+from jaxcb.sampling import Tier
+from jaxcb.sampling.sampler import NOTHING
 from jaxcb.sizing import PROMPT_ROWS, logprobs_bytes
-from jaxcb.step.program import prompt_logprobs, token_logprobs
+from jaxcb.step.batch import SlotState, sample_size
+from jaxcb.step.controls import ControlLayout
+from jaxcb.step.program import mask_logits, prompt_logprobs, sample_step, token_logprobs
 
 SPEC = ModelSpec(
     family="llama",
@@ -44,3 +49,22 @@ def test_what_is_reserved_is_what_the_programs_take(every):
         taken.append(num_in_flight * memory.output_size_in_bytes + memory.temp_size_in_bytes)
     assert sum(taken) <= logprobs_bytes(SPEC.vocab_size, S)
     assert not every or sum(taken) > logprobs_bytes(SPEC.vocab_size, S) / 3, "no more is reserved than makes sense"
+
+
+def test_a_mask_forbids_the_ids_whose_bits_are_0():
+    V = 70
+    bits = np.random.default_rng(0).integers(0, 2, (3, 96)).astype(np.uint8)
+    mask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    logits = np.asarray(mask_logits(jnp.ones((3, V), jnp.bfloat16), jnp.asarray(mask)))
+    assert ((logits == 1) == bits[:, :V]).all() and np.isneginf(logits[bits[:, :V] == 0].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("tier", [Tier.GREEDY, Tier.FULL])
+def test_no_token_is_left_in_the_slot_as_an_id_that_the_model_can_read(tier):
+    """It would be the next step's, which may be launched already."""
+    layout = ControlLayout(vocab_size=40, max_model_len=8)
+    state = SlotState.at_rest(2, 1, layout)
+    part = jnp.zeros(sample_size(2), jnp.int32)
+    result = sample_step(state, jnp.full((2, 40), -jnp.inf), part, tier=tier, keep_logits=False)
+    assert (np.asarray(result.token_ids) == NOTHING).all()
+    assert (np.asarray(result.state.last_token) >= 0).all()

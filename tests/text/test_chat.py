@@ -136,3 +136,36 @@ def test_rendering_says_nothing_about_a_missing_pytorch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (result.stdout, result.stderr) == ("hi\n", "")
+
+
+THINKING = "{% if enable_thinking is false %}quiet {% endif %}{{ messages[0].content }}"
+
+
+def test_safe_settings_reach_a_template_that_reads_them():
+    tokenizer = make(THINKING)
+    assert tokenizer.render_chat([USER]) == "the text"
+    assert tokenizer.render_chat([USER], template_kwargs={"enable_thinking": False}) == "quiet the text"
+    assert tokenizer.reads("enable_thinking") and not tokenizer.reads("tools")
+
+
+@pytest.mark.parametrize(
+    "name, value, reason",
+    [
+        ("messages", [], "can't be set"),
+        ("chat_template", "x", "can't be set"),
+        ("tools", [], "can't be set"),
+        ("tokenize", False, "can't be set"),
+        ("bos_token", "x", "can't be set"),
+        ("enable_thinking", "no", "must be of type bool"),
+        ("enable_thinking", 1, "must be of type bool"),
+        ("date_string", "today", "does not read it"),
+    ],
+)
+def test_other_settings_of_a_template_are_refused_by_name(name, value, reason):
+    with pytest.raises(RequestError, match=reason) as caught:
+        make(THINKING).render_chat([USER], template_kwargs={name: value})
+    assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_special_tokens_are_known_by_their_text():
+    assert make().is_special("</s>") and not make().is_special("the")

@@ -1,0 +1,58 @@
+"""Marker: the end of the part of an answer before its constrained one (``</think>``, say)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+
+class Marker:
+    """A marker and the tokens of a vocabulary that could run past it.
+
+    ``token_bytes[id]`` is what a token stands for. Text is free up to the end of the marker, and constrained from there
+    on, so no token may hold both: those that would are forbidden, and the marker ends where a token does.
+    """
+
+    def __init__(self, text: str, token_bytes: Sequence[bytes]):
+        self.text = text.encode()
+        self.token_bytes = token_bytes
+        last = self.text[-1:]
+        self._candidates = [token for token, piece in enumerate(token_bytes) if last in piece[:-1]]
+        self._fallbacks = _borders(self.text)
+        self.overshooting = functools.cache(self._overshooting)
+        """State -> the ids that are forbidden in it."""
+
+    def after(self, state: int, token: int) -> int:
+        """The state after a token: bytes of the marker that the text ends with; the marker's length once it has come.
+        An id without a token stands for nothing."""
+        for byte in self.token_bytes[token] if token < len(self.token_bytes) else b"":
+            state = self._step(state, byte)
+        return state
+
+    def _overshooting(self, state: int) -> list[int]:
+        return [token for token in self._candidates if self._runs_past(state, token)]
+
+    def _runs_past(self, state: int, token: int) -> bool:
+        for byte in self.token_bytes[token][:-1]:
+            state = self._step(state, byte)
+            if state == len(self.text):
+                return True
+        return False
+
+    def _step(self, state: int, byte: int) -> int:
+        while state and self.text[state] != byte:
+            state = self._fallbacks[state - 1]
+        return state + (self.text[state] == byte)
+
+
+def _borders(text: bytes) -> list[int]:
+    """For every prefix of ``text``: the length of its longest proper border (Knuth, Morris and Pratt 1977)."""
+    borders = [0] * len(text)
+    length = 0
+    for index in range(1, len(text)):
+        while length and text[length] != text[index]:
+            length = borders[length - 1]
+        if text[length] == text[index]:
+            length += 1
+        borders[index] = length
+    return borders

@@ -1,0 +1,105 @@
+"""GET routes that tell of the server: its models, its health, its load, its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxcb.serve.errors import ApiError, error_response, stopped
+from jaxcb.serve.responses import ModelCard, ModelList, json_response
+from jaxcb.serve.service import Service
+
+STALLED_S = 60.0
+"""With work and without a step for so long, the engine hangs (vllm#17972: a hang with /health at 200)."""
+
+
+class Status(msgspec.Struct, frozen=True):
+    status: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """``server_load`` is vLLM's name of the requests that are here."""
+
+    server_load: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Part of the KV pages that requests hold, 0 to 1."""
+
+
+async def models(request: Request) -> Response:
+    service = _service(request)
+    return json_response(ModelList(data=[_card(service, name) for name in service.model_names]))
+
+
+async def model(request: Request) -> Response:
+    service = _service(request)
+    name = request.path_params["name"]
+    service.check_model(name)
+    return json_response(_card(service, name))
+
+
+async def health(request: Request) -> Response:
+    """Liveness: whether a restart would help."""
+    engine = _service(request).engine
+    if not engine.healthy:
+        return error_response(stopped())
+    if (stalled_s := engine.stats().stalled_s) >= STALLED_S:
+        message = f"There is work, and no step was done for {stalled_s:.0f} seconds."
+        return error_response(ApiError(503, message, code="engine_stalled"))
+    return json_response(Status("ok"))
+
+
+async def ready(request: Request) -> Response:
+    """Readiness: whether requests should be sent here. (Before the warm-up is done nobody listens at all.)"""
+    engine = _service(request).engine
+    if not engine.healthy or not engine.accepting:
+        return error_response(stopped())
+    if engine.paused:
+        return error_response(ApiError(503, "The engine is paused.", code="engine_paused"))
+    return json_response(Status("ready"))
+
+
+async def load(request: Request) -> Response:
+    stats = _service(request).engine.stats()
+    return json_response(
+        Load(
+            server_load=stats.num_running + stats.num_waiting,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_cache_usage=stats.kv_pages_used / stats.kv_pages_total,
+        )
+    )
+
+
+async def metrics(request: Request) -> Response:
+    text = await asyncio.to_thread(_service(request).metrics.exposition)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def version(request: Request) -> Response:
+    return json_response(Version(installed_version()))
+
+
+def installed_version() -> str:
+    try:
+        return importlib.metadata.version("jaxcb")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # run from a source tree that was never installed
+
+
+def _service(request: Request) -> Service:
+    return request.app.state.service
+
+
+def _card(service: Service, name: str) -> ModelCard:
+    return ModelCard(id=name, root=service.engine.name, created=service.created, max_model_len=service.max_model_len)

@@ -1,0 +1,102 @@
+"""Probes, load, and the routes around prompts: /tokenize, /detokenize, /apply_template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from jaxcb.serve.app import make_app
+from jaxcb.serve.status import STALLED_S
+
+from .fake_engine import MAX_MODEL_LEN, PAGES, FakeEngine
+from .test_app import error_of
+
+USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def test_an_engine_that_makes_no_steps_is_not_alive(client: TestClient, engine: FakeEngine) -> None:
+    """vllm#17972: the engine hangs, and /health stays at 200."""
+    engine.stalled_s = STALLED_S - 1
+    assert client.get("/health").json() == {"status": "ok"}
+    engine.stalled_s = STALLED_S + 1
+    assert error_of(client.get("/health"), 503)["code"] == "engine_stalled"
+
+
+def test_ready_is_no_more_when_a_shutdown_begins_or_in_a_pause(client: TestClient, engine: FakeEngine) -> None:
+    assert client.get("/ready").status_code == 200
+    engine.paused = True
+    assert error_of(client.get("/ready"), 503)["code"] == "engine_paused"
+    assert client.get("/health").status_code == 200
+    engine.paused, engine.accepting = False, False
+    assert error_of(client.get("/ready"), 503)["code"] == "engine_stopped"
+
+
+def test_load_tells_what_is_here() -> None:
+    with TestClient(make_app(FakeEngine(num_waiting=3))) as client:
+        expected = {"server_load": 3, "num_running": 0, "num_waiting": 3, "kv_cache_usage": 0 / PAGES}
+        assert client.get("/load").json() == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"prompt": "a é"}, "a é"),
+        ({"prompt": "a", "add_special_tokens": False}, "a"),
+        ({"messages": [USER]}, "user:hi\n"),
+        ({"messages": [USER], "tools": [TOOL]}, "tools:add\nuser:hi\n"),
+        ({"messages": [USER], "tools": [TOOL], "tool_choice": "none"}, "user:hi\n"),
+        ({"messages": [USER], "continue_final_message": True}, "user:hi"),
+        ({"messages": [USER], "chat_template_kwargs": {"thinking": True}}, "thinking=True\nuser:hi\n"),
+    ],
+)
+def test_tokens_and_templates_are_those_of_a_request(client: TestClient, body: dict[str, Any], text: str) -> None:
+    answer = client.post("/tokenize", json={**body, "model": "fake-model"}).json()
+    ids = [ord(char) for char in text]
+    assert answer == {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids}
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": text}
+    strings = client.post("/tokenize", json={**body, "return_token_strs": True}).json()["token_strs"]
+    assert strings == list(text)
+    if "messages" in body:
+        assert client.post("/apply_template", json=body).json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "max_tokens": 1}, "max_tokens"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/apply_template", {}, "messages"),
+        ("/apply_template", {"messages": [USER], "prompt": "a"}, "prompt"),
+        ("/apply_template", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ],
+)
+def test_bad_questions_are_refused_by_name(client: TestClient, path: str, body: dict[str, Any], param: str) -> None:
+    assert error_of(client.post(path, json=body), 400)["param"] == param
+
+
+def test_the_model_must_be_the_one_that_is_served(client: TestClient) -> None:
+    for path, body in (
+        ("tokenize", {"prompt": "a"}),
+        ("detokenize", {"tokens": []}),
+        ("apply_template", {"messages": [USER]}),
+    ):
+        assert error_of(client.post(f"/{path}", json={**body, "model": "nope"}), 404)["param"] == "model"
+
+
+def test_a_web_page_may_ask_if_its_origin_is_allowed() -> None:
+    asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    with TestClient(make_app(FakeEngine(), allowed_origins=["https://chat.example"])) as client:
+        answer = client.options("/v1/chat/completions", headers=asked)
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    with TestClient(make_app(FakeEngine())) as client:
+        assert client.options("/v1/chat/completions", headers=asked).status_code == 405
