@@ -18,7 +18,7 @@ from jaxcb.step.batch import Packed, SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.owners import SlotOwners
-from jaxcb.step.program import StepProgram, head_logits
+from jaxcb.step.program import StepProgram, compiler_options, head_logits
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
 
 PAGE_SIZE = 16
@@ -36,7 +36,8 @@ def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend):
         hidden, kv = program._layers(params, kv, state, batch, batch.token_ids)
         return kv, state, head_logits(spec, program.backend, params, hidden, batch.query_starts[-1])
 
-    return layout, jax.jit(program.forward, donate_argnums=(1, 2)), jax.jit(every_token, donate_argnums=(1, 2))
+    jit = functools.partial(jax.jit, donate_argnums=(1, 2), compiler_options=compiler_options(deterministic=False))
+    return layout, jit(program.forward), jit(every_token)
 
 
 def teacher_forced(
