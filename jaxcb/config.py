@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from jaxcb import validation
 from jaxcb.errors import ConfigError
+from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -67,6 +68,7 @@ class EngineConfig(SchedulingKnobs):
             speed (README). Off, tokens are the same in float32 on a CPU, and the last bits may differ.
         event_log: a file to write every call of the scheduler to, from which ``python -m jaxcb.scheduler.replay`` makes
             the same plans again: for bug reports. It holds the prompts as token ids.
+        logits_processors: functions of your own over a step's logits, compiled into the sampler.
         seed: folded into the seeds of requests that bring none.
         backend: who computes attention ("native": products too). None takes ``$JAXCB_BACKEND``, else triton on GPUs,
             and on CPUs native where its kernels can be built and run, else xla.
@@ -101,6 +103,7 @@ class EngineConfig(SchedulingKnobs):
     generation_config: str = "auto"
     deterministic: bool = False
     event_log: str | os.PathLike[str] | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
     seed: int = 0
     backend: Backend | None = None
     step_log: str | os.PathLike[str] | None = None
@@ -145,6 +148,12 @@ class EngineConfig(SchedulingKnobs):
             if not isinstance(sizes, tuple | list):
                 raise ConfigError(f"{name} must be a tuple of positive integers, got {sizes!r}", param=name)
             self._set(name, tuple(validation.integer(name, size, low=1, error=ConfigError) for size in sizes))
+        if not isinstance(self.logits_processors, tuple | list) or not all(
+            isinstance(processor, LogitsProcessor) for processor in self.logits_processors
+        ):
+            given = validation.shown(self.logits_processors)
+            raise ConfigError(f"logits_processors must hold LogitsProcessors, got {given}", param="logits_processors")
+        self._set("logits_processors", tuple(self.logits_processors))
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jaxcb import validation
 from jaxcb.errors import RequestError
@@ -53,6 +54,8 @@ class Request:
     """Token ids of ``sampling.bad_words``; the engine fills them in."""
     dry_breaker_ids: Sequence[int] = ()
     """Token ids of ``sampling.dry_sequence_breakers``; the engine fills them in."""
+    processor_states: Sequence[Any] = ()
+    """One for each logits processor of the engine's, which fills them in; None where it leaves the request alone."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:

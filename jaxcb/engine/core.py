@@ -54,7 +54,7 @@ class EngineCore:
         self.runner = runner
         self.step_log, self.trace = step_log, trace
         self.num_steps = 0
-        self.constraints = Constraints(scheduler, runner.spec.vocab_size, runner.spec.eos_token_ids)
+        self.constraints = Constraints(scheduler)
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
         self._last_wait_s = 0.0
@@ -114,13 +114,14 @@ class EngineCore:
         events: list[TokenEvent] = []
         if plan is not None:
             planned_s = time.perf_counter()
-            forwarded = self.runner.forward(plan)
-            mask = None
             if constrained := self.constraints.in_step(plan):
+                forwarded = self.runner.forward(plan)
                 while self._in_flight:
                     events += self._commit()
                 mask = self.constraints.masks(forwarded.bucket.num_seqs, constrained)
-            self._in_flight.append(self.runner.sample(forwarded, mask))
+                self._in_flight.append(self.runner.sample(forwarded, mask))
+            else:
+                self._in_flight.append(self.runner.launch(plan))
             self.num_steps += 1
             if self.step_log is not None:
                 self.step_log.launched(plan.step, started_s)

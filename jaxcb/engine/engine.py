@@ -28,6 +28,7 @@ from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.grammar import Grammar, GrammarCompiler
+from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import FinishReason, Request
@@ -113,6 +114,7 @@ class Engine:
             backend_of(self.config),
             processed_logprobs=self.config.logprobs_mode == "processed",
             deterministic=self.config.deterministic,
+            processors=self.config.logits_processors,
         )
         self._step_log = None
         if self.config.step_log is not None:
@@ -209,6 +211,7 @@ class Engine:
     def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> list[OutputStream]:
         self.check_request(request)
         request = prepare.with_words(request, self.tokenizer)
+        request = prepare.with_processor_states(request, self.config.logits_processors)
         structured = request.sampling.structured_outputs
         grammar = None if structured is None else self._grammars.compile(structured)
         count = request.sampling.num_choices
@@ -257,6 +260,7 @@ class Engine:
             for request, parent in children:
                 key, stream = self._open(request, 0, loop)
                 self._keys[request.request_id] = [key]
+                request = prepare.with_processor_states(request, self.config.logits_processors)
                 forks.append((dataclasses.replace(request, request_id=key), known[parent]))
                 streams.append(stream)
             self._inbox.append(_Forks(forks, [key for key in known if key is not None]))
@@ -281,6 +285,7 @@ class Engine:
         self._scheduler.check_request(request)  # first: it bounds the number of tokens to look at
         validation.check_vocabulary("prompt", request.prompt_token_ids, self.spec.vocab_size)
         sampling = request.sampling
+        check_extra_args(self.config.logits_processors, sampling.extra_args)
         for name, ids in (
             ("stop_token_ids", sampling.stop_token_ids),
             ("allowed_token_ids", sampling.allowed_token_ids or ()),

@@ -201,7 +201,9 @@ def _start(event: dict[str, Any], policy: Key | None) -> Scheduler:
 
 
 def _of_request(request: Request) -> dict[str, Any]:
-    return dataclasses.asdict(request) | {"prompt_token_ids": list(request.prompt_token_ids)}
+    """What the scheduler looks at: states of logits processors are arrays, and none of its business."""
+    plain = dataclasses.replace(request, processor_states=())
+    return dataclasses.asdict(plain) | {"prompt_token_ids": list(request.prompt_token_ids)}
 
 
 def _request(fields: dict[str, Any]) -> Request:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.stages import Compiled
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Int
 
+from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.paging import PageMoves
@@ -94,6 +95,7 @@ class Runner:
         *,
         processed_logprobs: bool = False,
         deterministic: bool = False,
+        processors: Sequence[LogitsProcessor] = (),
     ):
         self._deterministic = deterministic
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
@@ -101,13 +103,19 @@ class Runner:
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
         self._leaves, self._tree = jax.tree.flatten(params)  # once: a step's call would do it again each time
         self._owners = SlotOwners(shape.num_slots + 1)
-        self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls)
+        self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors)
         self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
         self._processed_logprobs = processed_logprobs
         self._samplers = Samplers(
-            spec, backend, controls, logits_dtype, processed=processed_logprobs, deterministic=deterministic
+            spec,
+            backend,
+            controls,
+            logits_dtype,
+            processed=processed_logprobs,
+            deterministic=deterministic,
+            processors=processors,
         )
         self._change: Compiled | None = None
         self._mover = PageMover(self._kv, shape.num_host_pages, backend, transfers=shape.transfers)

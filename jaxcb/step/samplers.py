@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Float, Int
 
+from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.logprobs import Logprobs
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
@@ -25,6 +27,7 @@ from jaxcb.sizing import PROMPT_ROWS
 from jaxcb.step.batch import SlotState, sample_size, set_controls
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job
+from jaxcb.step.processors import ProcessorRows, enter, row_of
 from jaxcb.step.program import (
     ForwardResult,
     compiler_options,
@@ -82,6 +85,7 @@ class Samplers:
         logits_dtype: of logits and hidden states.
         processed: log-probabilities are those after every change of the logits, in place of the model's own.
         deterministic: a row's bits don't depend on the other rows.
+        processors: the user's, compiled into every tier.
     """
 
     def __init__(
@@ -93,7 +97,11 @@ class Samplers:
         *,
         processed: bool,
         deterministic: bool,
+        processors: Seq[LogitsProcessor] = (),
     ):
+        self._processors = tuple(processors)
+        self._processed_slots: set[int] = set()
+        self._set_processors: Compiled | None = None
         self._spec, self._backend, self._controls = spec, backend, controls
         self._dtype, self._processed, self._deterministic = logits_dtype, processed, deterministic
         self._mask: dict[int, Compiled] = {}
@@ -115,9 +123,16 @@ class Samplers:
             logits, ids = array((S, V), self._dtype), array((S,), jnp.int32)
             part = array((sample_size(S),), jnp.int32)
             for tier in Tier:
-                step = functools.partial(sample_step, tier=tier, keep_logits=self._processed, deterministic=fixed)
+                step = functools.partial(
+                    sample_step,
+                    tier=tier,
+                    keep_logits=self._processed,
+                    deterministic=fixed,
+                    processors=self._processors,
+                )
                 program = jax.jit(step, donate_argnums=0, compiler_options=options)
-                yield _job(f"sample {tier.name.lower()} {S}", program, (state, logits, part), self._sample, (S, tier))
+                job = _job(f"sample {tier.name.lower()} {S}", program, (state, logits, part), self._sample, (S, tier))
+                yield job._replace(stored=not self._processors)
             mask = array((S, -(-V // 32)), jnp.int32)
             yield _job(f"mask {S}", jax.jit(mask_logits, compiler_options=options), (logits, mask), self._mask, S)
             kept = array((S, V), jnp.float32 if self._processed else self._dtype)
@@ -141,9 +156,19 @@ class Samplers:
         slot, row = array((), jnp.int32), array((self._controls.size,), jnp.int32)
         keep = functools.partial(setattr, self, "_set_controls")
         yield Job("set controls", functools.partial(setter.lower, state, slot, row), keep)
+        if self._processors:
+            enter = jax.jit(functools.partial(_enter, self._processors), donate_argnums=0)
+            one = jax.tree.map(lambda x: array(x.shape[1:], x.dtype), state.processors)
+            arguments = (state, slot, one, array((self._controls.max_model_len,), jnp.int32), count)
+            keep = functools.partial(setattr, self, "_set_processors")
+            yield Job("set processors", functools.partial(enter.lower, *arguments), keep, stored=False)
 
     def enter(self, state: SlotState, newcomers: Iterable[PlanRow]) -> SlotState:
-        """Give the slots of newcomers their controls; those of others at rest stay as they are."""
+        """Give the slots of newcomers their controls and the states of logits processors; those of others at rest stay
+        as they are."""
+        if self._processors:
+            newcomers = list(newcomers)
+            state = self._enter_processors(state, newcomers)
         for row in newcomers:
             sequence = row.sequence
             if sequence.request.sampling.controlled:
@@ -156,6 +181,21 @@ class Samplers:
                 continue
             assert self._set_controls is not None, "the programs are compiled first"
             state = self._set_controls(state, np.int32(row.slot), values)
+        return state
+
+    def _enter_processors(self, state: SlotState, newcomers: Iterable[PlanRow]) -> SlotState:
+        for row in newcomers:
+            sequence, states = row.sequence, row.sequence.request.processor_states
+            asks = any(own is not None for own in states)
+            if asks or row.slot in self._processed_slots:
+                assert self._set_processors is not None, "the programs are compiled first"
+                answer = np.zeros(self._controls.max_model_len, np.int32)
+                answer[: sequence.num_generated] = sequence.token_ids[sequence.num_prompt_tokens :]
+                entering = row_of(self._processors, states)
+                state = self._set_processors(
+                    state, np.int32(row.slot), entering, answer, np.int32(sequence.num_generated)
+                )
+                (self._processed_slots.add if asks else self._processed_slots.discard)(row.slot)
         return state
 
     def sample(
@@ -201,6 +241,17 @@ class Samplers:
                         values = jax.tree.map(np.asarray, values)
                     yield PromptPiece(sequence, start, token_ids, values)
             offset += row.num_tokens
+
+
+def _enter(
+    processors: Seq[LogitsProcessor],
+    state: SlotState,
+    slot: Int[Array, ""],
+    row: tuple[ProcessorRows, ...],
+    answer: Int[Array, "L"],
+    num_tokens: Int[Array, ""],
+) -> SlotState:
+    return state._replace(processors=enter(processors, state.processors, slot, row, answer, num_tokens))
 
 
 def _on_host(values: RowLogprobs, token_ids: list[int], rows: slice, k: int | None) -> Logprobs:
