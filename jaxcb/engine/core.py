@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxcb.engine.constraints import Constraints
+from jaxcb.engine.pooling import Pool
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import RequestError
@@ -59,6 +60,7 @@ class EngineCore:
         self._in_flight: deque[InFlight] = deque()
         self._last_wait_s = 0.0
         self._prompt_logprobs: dict[Sequence, dict[int, Logprobs]] = {}
+        self._pools: dict[Sequence, Pool] = {}
 
     @property
     def has_work(self) -> bool:
@@ -143,6 +145,8 @@ class EngineCore:
         failed = self._end_without_token(oldest, token_ids) if min(token_ids) == NOTHING else []
         events = list(self.scheduler.commit(oldest.plan, token_ids))
         self._add_logprobs(oldest, events)
+        if oldest.sampled.pooled or self._pools:
+            self._add_embeddings(oldest, events)
         events += failed + self.constraints.learn(events)
         if self.step_log is not None:
             self.step_log.done(oldest, ended_s, more=self.has_work)
@@ -184,6 +188,19 @@ class EngineCore:
                 for sequence, pieces in self._prompt_logprobs.items()
                 if sequence.status is not Status.FINISHED
             }
+
+    def _add_embeddings(self, step: InFlight, events: list[TokenEvent]) -> None:
+        """Put those of prompts that are complete beside the first token."""
+        for piece in step.sampled.pooled:
+            pool = self._pools.setdefault(piece.sequence, Pool())
+            pool.add(piece)
+        for i, event in enumerate(events):
+            if event.sequence in self._pools:
+                pool = self._pools.pop(event.sequence)
+                events[i] = event._replace(embedding=pool.embedding(event.sequence))
+        self._pools = {
+            sequence: pool for sequence, pool in self._pools.items() if sequence.status is not Status.FINISHED
+        }
 
     def _observe(self, step: InFlight, ended_s: float) -> float:
         """When the device took the step up: when it was launched, or done with the one before."""

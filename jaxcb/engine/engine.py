@@ -15,10 +15,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxcb import validation
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
-from jaxcb.engine import prepare
+from jaxcb.engine import prepare, scoring
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
@@ -31,7 +34,7 @@ from jaxcb.grammar import Grammar, GrammarCompiler
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
-from jaxcb.request import FinishReason, Request
+from jaxcb.request import FinishReason, Pooling, Request
 from jaxcb.scheduler import TokenEvent
 from jaxcb.step.runner import Runner
 from jaxcb.structured_outputs import StructuredOutputs
@@ -298,6 +301,42 @@ class Engine:
                 param="n" if sampling.best_of is None else "best_of",
             )
 
+    def embed(
+        self, texts: Sequence[scoring.Text], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> Float[np.ndarray, "n E"]:
+        """Embeddings of texts (or token ids): the last token's final hidden state, or the mean of all, divided by its
+        length if ``normalize``. Blocks; :meth:`embed_async` is for coroutines.
+
+        Raises:
+            RequestError: one is empty or too long; nothing was started.
+            EngineStoppedError: the engine stopped meanwhile.
+        """
+        requests = scoring.embed_requests(self, texts, pooling)
+        return scoring.embeddings(self, scoring.complete(self, requests), normalize=normalize)
+
+    async def embed_async(
+        self, texts: Sequence[scoring.Text], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> Float[np.ndarray, "n E"]:
+        """See :meth:`embed`."""
+        requests = scoring.embed_requests(self, texts, pooling)
+        return scoring.embeddings(self, await scoring.complete_async(self, requests), normalize=normalize)
+
+    def score(self, pairs: Sequence[tuple[scoring.Text, scoring.Text]]) -> list[scoring.Score]:
+        """How likely each continuation is after its context: pairs of two texts, or of two lists of token ids. Contexts
+        that begin alike are computed once (prefix cache). Blocks; :meth:`score_async` is for coroutines.
+
+        Raises:
+            RequestError: a pair is too long or its context empty; nothing was started.
+            EngineStoppedError: the engine stopped meanwhile.
+        """
+        requests = scoring.score_requests(self, pairs)
+        return scoring.scores(requests, scoring.complete(self, requests))
+
+    async def score_async(self, pairs: Sequence[tuple[scoring.Text, scoring.Text]]) -> list[scoring.Score]:
+        """See :meth:`score`."""
+        requests = scoring.score_requests(self, pairs)
+        return scoring.scores(requests, await scoring.complete_async(self, requests))
+
     def compile_grammar(self, structured: StructuredOutputs) -> None:
         """Compile what a request to come asks for, and keep it: ``submit`` then finds it. ``submit`` does it too, where
         it is called; this is for callers who must not block there, such as an asyncio loop. Takes milliseconds as a
@@ -533,6 +572,7 @@ class Engine:
                         error=event.error,
                         logprobs=event.logprobs,
                         prompt_logprobs=event.prompt_logprobs,
+                        embedding=event.embedding,
                     )
                     for event in events
                 ]

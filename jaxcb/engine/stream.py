@@ -7,6 +7,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from types import TracebackType
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import Request, RequestOutput
 from jaxcb.text.worker import TextUpdate
@@ -32,6 +35,7 @@ class OutputStream:
         self._text = ""
         self._logprobs: list[Logprobs] = []
         self._prompt_logprobs: Logprobs | None = None
+        self._embedding: Float[np.ndarray, "E"] | None = None
         self._pending: TextUpdate | None = None
         self._changed = threading.Condition()  # guards _pending where threads read; a loop's stream lives on one thread
         self._waiter: asyncio.Future[None] | None = None
@@ -106,6 +110,7 @@ class OutputStream:
         self._text += update.text
         self._logprobs = self._logprobs + update.logprobs
         self._prompt_logprobs = self._prompt_logprobs or update.prompt_logprobs
+        self._embedding = self._embedding if update.embedding is None else update.embedding
         asked = self.request.sampling.logprobs is not None
         return RequestOutput(
             request_id=self.request.request_id,
@@ -126,6 +131,7 @@ class OutputStream:
             logprobs_parts=self._logprobs if asked else None,
             new_logprobs_parts=update.logprobs if asked else None,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=self._embedding,
         )
 
 

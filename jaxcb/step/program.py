@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec, apply_head, apply_layers
 from jaxcb.models import native as native_models
-from jaxcb.models.decoder import LayerIndex, Params
+from jaxcb.models.decoder import LayerIndex, Params, rms_norm
 from jaxcb.models.tiles import CPU_ROWS, GPU_ROWS, SAMPLER_ROWS, InTiles, directly, tiles_of
 from jaxcb.sampling import Controls, Draws, Tier, sample
 from jaxcb.sampling.controls import keep_allowed
@@ -207,6 +207,26 @@ def prompt_logprobs(
     """Log-probabilities of the tokens that follow some positions of a step; of the first ``num_rows`` of them."""
     logits = head_logits(spec, backend, params, hidden[rows], num_rows, deterministic=deterministic)
     return token_logprobs(logits, targets, num_rows, every=every, deterministic=deterministic)
+
+
+class Pooled(NamedTuple):
+    """Of final hidden states, after the last norm: of the tokens of each row."""
+
+    sums: Float[Array, "S E"]
+    last: Float[Array, "S E"]
+
+
+def pool(
+    spec: ModelSpec,
+    scale: Float[Array, "E"],
+    hidden: Float[Array, "T E"],
+    token_rows: Int[Array, "T"],
+    last: Int[Array, "S"],
+) -> Pooled:
+    """Sums and last rows. ``token_rows`` is S for tokens of no row; ``last`` is the index of each row's last token."""
+    normed = rms_norm(hidden.astype(jnp.float32), scale, spec.rms_norm_eps)
+    sums = jnp.zeros((last.shape[0], hidden.shape[1]), jnp.float32).at[token_rows].add(normed, mode="drop")
+    return Pooled(sums, normed[last])
 
 
 def token_logprobs(

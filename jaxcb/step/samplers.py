@@ -30,8 +30,10 @@ from jaxcb.step.jobs import Job
 from jaxcb.step.processors import ProcessorRows, enter, row_of
 from jaxcb.step.program import (
     ForwardResult,
+    Pooled,
     compiler_options,
     mask_logits,
+    pool,
     prompt_logprobs,
     sample_step,
     token_logprobs,
@@ -55,12 +57,30 @@ class PromptPiece:
 
 
 @dataclasses.dataclass(frozen=True)
+class PooledPiece:
+    """What a chunk adds to its prompt's embedding, on its way to the host."""
+
+    sequence: Sequence
+    first: int
+    num_tokens: int
+    row: int
+    values: Pooled
+
+    def sum(self) -> Float[np.ndarray, "E"]:
+        return np.asarray(self.values.sums)[self.row]
+
+    def last(self) -> Float[np.ndarray, "E"]:
+        return np.asarray(self.values.last)[self.row].copy()
+
+
+@dataclasses.dataclass(frozen=True)
 class Sampled:
     """A step's results on their way to the host. ``logprobs`` by whether every id was asked for."""
 
     token_ids: Int[Array, "S"]
     logprobs: Mapping[bool, RowLogprobs]
     prompt: list[PromptPiece]
+    pooled: list[PooledPiece]
 
     def logprobs_of(self, index: int, sampling: SamplingParams, token_id: int) -> Logprobs | None:
         """Those of the token of row ``index``, if its request asks for them."""
@@ -108,6 +128,7 @@ class Samplers:
         self._sample: dict[tuple[int, Tier], Compiled] = {}
         self._logprobs: dict[tuple[int, bool], Compiled] = {}
         self._prompt: dict[tuple[int, bool], Compiled] = {}
+        self._pool: dict[int, Compiled] = {}
         self._set_controls: Compiled | None = None
         self._copies = jax.default_backend() != "cpu"  # there the host reads where the device has written
         self._at_rest = controls.pack(None)
@@ -145,6 +166,9 @@ class Samplers:
         for T in mixed_tokens:
             hidden = array((T, self._spec.hidden_size), self._dtype)
             rows = array((PROMPT_ROWS,), jnp.int32)
+            program = jax.jit(functools.partial(pool, self._spec), compiler_options=options)
+            pooled = (params["final_norm"]["scale"], hidden, array((T,), jnp.int32), array((S,), jnp.int32))
+            yield _job(f"pool {T}", program, pooled, self._pool, T)
             for every in (False, True):
                 logprobs = functools.partial(prompt_logprobs, self._spec, self._backend)
                 program = jax.jit(
@@ -216,11 +240,30 @@ class Samplers:
         num_rows = np.int32(plan.num_rows)
         logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in wanted.logprobs}
         prompt = [] if hidden is None else list(self._prompt_pieces(params, hidden, plan))
+        pooled = [] if hidden is None else self._pooled(params, hidden, plan, S)
         if self._copies:
-            for array in jax.tree.leaves((token_ids, logprobs, [piece.values for piece in prompt])):
+            values = (token_ids, logprobs, [piece.values for piece in prompt], [piece.values for piece in pooled])
+            for array in jax.tree.leaves(values):
                 if isinstance(array, jax.Array):
                     array.copy_to_host_async()
-        return state, Sampled(token_ids, logprobs, prompt)
+        return state, Sampled(token_ids, logprobs, prompt, pooled)
+
+    def _pooled(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan, S: int) -> list[PooledPiece]:
+        """One program for all chunks of a step whose prompts are to be embedded."""
+        wanted: list[tuple[PlanRow, int]] = []
+        T, offset = hidden.shape[0], plan.num_tokens - sum(row.num_tokens for row in plan.chunks)
+        token_rows, last = np.full(T, S, np.int32), np.zeros(S, np.int32)
+        for row in plan.chunks:
+            count = min(row.num_tokens, row.sequence.num_prompt_tokens - row.start)
+            if row.sequence.request.pooling is not None and count > 0:
+                token_rows[offset : offset + count] = len(wanted)
+                last[len(wanted)] = offset + count - 1
+                wanted.append((row, count))
+            offset += row.num_tokens
+        if not wanted:
+            return []
+        values = self._pool[T](params["final_norm"]["scale"], hidden, token_rows, last)
+        return [PooledPiece(row.sequence, row.start, count, i, values) for i, (row, count) in enumerate(wanted)]
 
     def _prompt_pieces(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan) -> Iterable[PromptPiece]:
         offset = plan.num_tokens - sum(row.num_tokens for row in plan.chunks)
@@ -229,7 +272,7 @@ class Samplers:
             if wanted is not None:
                 prompt = sequence.request.prompt_token_ids
                 end = min(row.context_len, len(prompt) - 1)  # the hidden state at i tells of the token at i + 1
-                for start in range(row.start, end, PROMPT_ROWS):
+                for start in range(max(row.start, sequence.request.score_from - 1), end, PROMPT_ROWS):
                     count = min(PROMPT_ROWS, end - start)
                     rows, targets = np.zeros(PROMPT_ROWS, np.int32), np.zeros(PROMPT_ROWS, np.int32)
                     rows[:count] = np.arange(count) + offset + start - row.start

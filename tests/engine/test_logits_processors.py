@@ -41,12 +41,10 @@ COUNT_UP = LogitsProcessor(
 PROCESSORS = (BOOST, COUNT_UP)
 WITH = {
     "logits_processors": PROCESSORS,
-    "num_kv_pages": 24,
-    "max_model_len": 200,
+    "num_kv_pages": 44,
     "admission_watermark": 0.0,
-    "max_num_seqs": 4,
 }
-"""Without pages for four answers of a hundred tokens. One engine, since its samplers are compiled in every run."""
+"""Without pages for six answers of a hundred tokens. One engine, since its samplers are compiled in every run."""
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -80,7 +78,7 @@ def test_each_request_has_its_own_state_and_the_others_are_left_alone(make_engin
 
 def test_the_state_outlives_a_preemption(make_engines):
     engine = make_engines(**WITH)
-    prompts = [prompt(seed, 60) for seed in range(4)]
+    prompts = [prompt(seed, 60) for seed in range(6)]
     outputs = complete(engine, prompts, twenty(max_tokens=100, extra_args={"count": True}))
     assert sum(output.num_preemptions for output in outputs) > 0
     for output in outputs:
