@@ -39,6 +39,17 @@ class OutputStream:
         self._pending: TextUpdate | None = None
         self._changed = threading.Condition()  # guards _pending where threads read; a loop's stream lives on one thread
         self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._on_end: Callable[[], None] | None = None
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call back once the last output is there to be read; now, if it is. On the thread that brings it, so briefly.
+        For streams of threads."""
+        with self._changed:
+            if not self._ended:
+                self._on_end = call
+                return
+        call()
 
     def abort(self) -> None:
         """Drop the request: its pages are freed within a step. Harmless after the end."""
@@ -100,7 +111,11 @@ class OutputStream:
                 self._pending = update
             else:
                 self._pending.extend(update)
+            self._ended = update.finish_reason is not None
+            on_end = self._on_end if self._ended else None
             self._changed.notify()
+        if on_end is not None:
+            on_end()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
