@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 from jaxcb import validation
 from jaxcb.errors import ConfigError
 from jaxcb.logits_processor import LogitsProcessor
+from jaxcb.models.held import HeldModel
+from jaxcb.models.spec import ModelSpec
 from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -35,7 +37,8 @@ class EngineConfig(SchedulingKnobs):
 
     Arguments:
         model: a Hugging Face directory, a hub id, a ``.gguf`` file, an Orbax checkpoint directory written by
-            ``python -m jaxcb.weights convert``, or None for the built-in SmolLM2-135M-Instruct.
+            ``python -m jaxcb.weights convert``, or None for the built-in SmolLM2-135M-Instruct. Or parameters that you
+            hold, (spec, params) or a :class:`jaxcb.models.held.HeldModel`; the engine then uses these arrays.
         revision: branch, tag or commit of a hub id.
         dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs, under the native CPU kernels and on
             CPUs with AVX512-BF16, float32 elsewhere. Products accumulate in float32 in every case.
@@ -81,7 +84,7 @@ class EngineConfig(SchedulingKnobs):
         ConfigError: a value can't work; ``.param`` names the field.
     """
 
-    model: str | os.PathLike[str] | None = None
+    model: str | os.PathLike[str] | HeldModel | tuple[ModelSpec, Any] | None = None
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization | None = None
@@ -125,7 +128,10 @@ class EngineConfig(SchedulingKnobs):
         for name in ("model", "event_log", "step_log", "trace", "generation_config"):
             if isinstance(getattr(self, name), os.PathLike):
                 self._set(name, os.fspath(getattr(self, name)))
-        for name in ("model", "revision", "event_log", "step_log", "trace"):
+        if isinstance(self.model, tuple) and len(self.model) == 2 and isinstance(self.model[0], ModelSpec):
+            self._set("model", HeldModel(*self.model))
+        names = ("revision", "event_log", "step_log", "trace")
+        for name in names if isinstance(self.model, HeldModel) else ("model", *names):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)

@@ -109,6 +109,13 @@ class EngineCore:
         self.runner.write_pages(pages, prefix.pages[indices])
         return len(placed) * self.scheduler.limits.page_size
 
+    def drain(self) -> list[TokenEvent]:
+        """Commit what is in flight, and launch nothing."""
+        events: list[TokenEvent] = []
+        while self._in_flight:
+            events += self._commit()
+        return events
+
     def step(self) -> list[TokenEvent]:
         """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""
         started_s = time.perf_counter()
@@ -118,8 +125,7 @@ class EngineCore:
             planned_s = time.perf_counter()
             if constrained := self.constraints.in_step(plan):
                 forwarded = self.runner.forward(plan)
-                while self._in_flight:
-                    events += self._commit()
+                events += self.drain()
                 mask = self.constraints.masks(forwarded.bucket.num_seqs, constrained)
                 self._in_flight.append(self.runner.sample(forwarded, mask))
             else:

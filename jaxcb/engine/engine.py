@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -41,6 +41,7 @@ from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text import Tokenizer
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
+from jaxcb.weights.held import held_params
 from jaxcb.weights.quantize import quantize
 
 logger = logging.getLogger(__name__)
@@ -153,6 +154,8 @@ class Engine:
         self._accepting = True
         self._stopping = False
         self._paused = False
+        self._asleep = False
+        """The KV pages have no memory."""
         self._progress_s = 0.0
         """When a step was last done, or work came to an idle engine."""
         self._error: str | None = None
@@ -420,6 +423,68 @@ class Engine:
             self._paused, self._progress_s = False, time.monotonic()
             self._wake.notify_all()
 
+    def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
+        """Compute with other weights of the same model from the next step on; the arrays are shared, not copied. Every
+        prefix is forgotten.
+
+        Arguments:
+            params: as for :class:`jaxcb.models.held.HeldModel`.
+            running: what becomes of requests that run. "restart": they keep their tokens so far, whose KV is computed
+                again with the new weights; "keep": they go on from the KV that they have.
+
+        Raises:
+            ModelError: the parameters are not those of this model.
+            EngineStoppedError: the engine has stopped.
+        """
+        if running not in ("keep", "restart"):
+            raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
+        new = held_params(self.spec, params)
+        if self.config.quantization is not None:
+            new = quantize(new)
+
+        def swap() -> None:
+            self._runner.set_params(new)
+            self._emit(self._core.drain())
+            if running == "restart":
+                self._scheduler.restart_all()
+            else:
+                self._scheduler.prefixes.reset()
+
+        self._between_steps(swap)
+
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back until :meth:`wake`, to a training step, say. Requests wait meanwhile;
+        those that run compute the KV of their tokens so far again afterwards. Harmless while asleep.
+
+        Raises:
+            EngineStoppedError: the engine has stopped.
+        """
+        self.pause()
+
+        def drop() -> None:
+            if not self._asleep:
+                self._asleep = True
+                self._emit(self._core.drain())
+                self._scheduler.restart_all()
+                self._runner.drop_pages()
+
+        self._between_steps(drop)
+
+    def wake(self) -> None:
+        """Take the memory of the KV cache again and go on. Harmless while awake.
+
+        Raises:
+            EngineStoppedError: the engine has stopped.
+        """
+
+        def take() -> None:
+            if self._asleep:
+                self._runner.take_pages()
+                self._asleep = False
+
+        self._between_steps(take)
+        self.resume()
+
     def reset_prefix_cache(self) -> None:
         """Forget every prefix. What runs goes on.
 
@@ -499,7 +564,7 @@ class Engine:
         try:
             with self._guard.watch():
                 while self._take_inbox():
-                    if self._paused:
+                    if self._resting:
                         continue
                     self._emit(self._core.step())
                     self._progress_s = time.monotonic()
@@ -509,6 +574,10 @@ class Engine:
             logger.exception("the step loop failed")
             self._fail(f"the engine failed: {type(error).__name__}: {error}")
 
+    @property
+    def _resting(self) -> bool:
+        return self._paused or self._asleep
+
     def _drop_all(self) -> None:
         """End what still runs and wait for the steps in flight: afterwards no page is held and the device is idle."""
         with self._wake:
@@ -516,12 +585,14 @@ class Engine:
         endings = (self._core.finish(key, FinishReason.ABORT) for key in keys)
         self._emit([event for event in endings if event is not None])
         while self._core.has_work:
-            self._core.step()
+            self._core.step()  # nothing is left to plan: it commits
 
     def _take_inbox(self) -> bool:
         """Wait for work and move what came in to the scheduler. False when it is time to stop."""
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or self._stopping or (self._core.has_work and not self._paused))
+            self._wake.wait_for(
+                lambda: self._inbox or self._stopping or (self._core.has_work and not self._paused and not self._asleep)
+            )
             inbox, self._inbox = self._inbox, []
             endings = [event for item in inbox if (event := self._take(item)) is not None]
             stopping = self._stopping
