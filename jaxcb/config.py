@@ -9,6 +9,9 @@ from typing import Any, Literal, get_args
 
 from jaxcb import validation
 from jaxcb.errors import ConfigError
+from jaxcb.logits_processor import LogitsProcessor
+from jaxcb.models.held import HeldModel
+from jaxcb.models.spec import ModelSpec
 from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -34,7 +37,8 @@ class EngineConfig(SchedulingKnobs):
 
     Arguments:
         model: a Hugging Face directory, a hub id, a ``.gguf`` file, an Orbax checkpoint directory written by
-            ``python -m jaxcb.weights convert``, or None for the built-in SmolLM2-135M-Instruct.
+            ``python -m jaxcb.weights convert``, or None for the built-in SmolLM2-135M-Instruct. Or parameters that you
+            hold, (spec, params) or a :class:`jaxcb.models.held.HeldModel`; the engine then uses these arrays.
         revision: branch, tag or commit of a hub id.
         dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs, under the native CPU kernels and on
             CPUs with AVX512-BF16, float32 elsewhere. Products accumulate in float32 in every case.
@@ -67,6 +71,7 @@ class EngineConfig(SchedulingKnobs):
             speed (README). Off, tokens are the same in float32 on a CPU, and the last bits may differ.
         event_log: a file to write every call of the scheduler to, from which ``python -m jaxcb.scheduler.replay`` makes
             the same plans again: for bug reports. It holds the prompts as token ids.
+        logits_processors: functions of your own over a step's logits, compiled into the sampler.
         seed: folded into the seeds of requests that bring none.
         backend: who computes attention ("native": products too). None takes ``$JAXCB_BACKEND``, else triton on GPUs,
             and on CPUs native where its kernels can be built and run, else xla.
@@ -79,7 +84,7 @@ class EngineConfig(SchedulingKnobs):
         ConfigError: a value can't work; ``.param`` names the field.
     """
 
-    model: str | os.PathLike[str] | None = None
+    model: str | os.PathLike[str] | HeldModel | tuple[ModelSpec, Any] | None = None
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization | None = None
@@ -101,6 +106,7 @@ class EngineConfig(SchedulingKnobs):
     generation_config: str = "auto"
     deterministic: bool = False
     event_log: str | os.PathLike[str] | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
     seed: int = 0
     backend: Backend | None = None
     step_log: str | os.PathLike[str] | None = None
@@ -122,7 +128,10 @@ class EngineConfig(SchedulingKnobs):
         for name in ("model", "event_log", "step_log", "trace", "generation_config"):
             if isinstance(getattr(self, name), os.PathLike):
                 self._set(name, os.fspath(getattr(self, name)))
-        for name in ("model", "revision", "event_log", "step_log", "trace"):
+        if isinstance(self.model, tuple) and len(self.model) == 2 and isinstance(self.model[0], ModelSpec):
+            self._set("model", HeldModel(*self.model))
+        names = ("revision", "event_log", "step_log", "trace")
+        for name in names if isinstance(self.model, HeldModel) else ("model", *names):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name} must be a string, got {validation.shown(value)}", param=name)
@@ -145,6 +154,12 @@ class EngineConfig(SchedulingKnobs):
             if not isinstance(sizes, tuple | list):
                 raise ConfigError(f"{name} must be a tuple of positive integers, got {sizes!r}", param=name)
             self._set(name, tuple(validation.integer(name, size, low=1, error=ConfigError) for size in sizes))
+        if not isinstance(self.logits_processors, tuple | list) or not all(
+            isinstance(processor, LogitsProcessor) for processor in self.logits_processors
+        ):
+            given = validation.shown(self.logits_processors)
+            raise ConfigError(f"logits_processors must hold LogitsProcessors, got {given}", param="logits_processors")
+        self._set("logits_processors", tuple(self.logits_processors))
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))

@@ -1,5 +1,7 @@
 """The offline API: ``generate(prompts)``, ``stream(prompt)``, ``beam_search(prompts)``, over the server's engine.
 
+``python -m jaxcb.generate --input in.jsonl --output out.jsonl`` is :mod:`jaxcb.batch`.
+
 from jaxcb.generate import generate
 from jaxcb.request import SamplingParams
 
@@ -9,15 +11,17 @@ for output in generate(["The capital of France is"], SamplingParams(max_tokens=8
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import numbers
+import queue
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,15 +33,17 @@ from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine, OutputStream, beams
 from jaxcb.engine.beams import check_beams
 from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
-from jaxcb.request import Request, RequestOutput, SamplingParams, best_choices
+from jaxcb.request import FinishReason, Request, RequestOutput, SamplingParams, best_choices
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or chat messages (dicts with "role" and "content", through the model's chat template)."""
 
 _OPEN_AT_ONCE = 1024
-"""Prompts handed to the engine before the first is done; enough to keep every slot filled."""
+"""Prompts that the engine has at a time, enough to keep every slot filled; the rest isn't even tokenized yet."""
 _ids = itertools.count()
 _shared: Engine | None = None
+
+logger = logging.getLogger(__name__)
 
 
 def generate(
@@ -51,42 +57,177 @@ def generate(
     """Continue every prompt; results in the order of the prompts. Where ``n`` is above 1 a result is the first answer,
     and its ``choices`` are all of them.
 
+    A prompt that is impossible (too long, say) loses nothing for the others: its result has the finish reason
+    ``error``, and ``error`` says why. Only where no prompt is possible the first one's error is raised. Ctrl-C ends
+    what still runs and returns what there is: results that are not whole have the finish reason ``abort``.
+
     Arguments:
-        prompts: one prompt or many.
+        prompts: one prompt or many, of any kind each. Tens of thousands are fine: the engine is given a window of them.
         sampling: one for all prompts, or one for each. Default: ``SamplingParams()``, changed where the model's
             ``generation_config.json`` says so (:class:`EngineConfig`); one that is given holds as it is.
         config: of the engine to start; it stays up for later calls with an equal config. Default: ``EngineConfig()``,
             which is the built-in model.
         engine: use this running engine instead; excludes ``config``.
-        progress: show progress bars on stderr.
+        progress: show progress bars on stderr, with the tokens a second that were generated.
 
     Raises:
-        RequestError: a prompt or its parameters are impossible; the message names which. Nothing was started.
+        RequestError: ``prompts`` or ``sampling`` are of another type, or no prompt is possible.
         EngineStoppedError: the engine failed while it worked.
     """
     many = _as_list(prompts)
     wanted = _one_for_each(sampling, len(many))
     engine = _engine(config, engine, progress)
-    each = [params or SamplingParams(**engine.sampling_defaults) for params in wanted]
-    requests = [
-        _request(engine, prompt, params, f"prompts[{i}]")
-        for i, (prompt, params) in enumerate(zip(many, each, strict=True))
-    ]
-    outputs: list[RequestOutput] = []
-    open_streams: deque[list[OutputStream]] = deque()
-    left = iter(requests)
+    window = _Window(engine, many, wanted)
     try:
-        with tqdm(total=len(requests), desc="generating", unit="prompt", disable=not progress) as bar:
-            while len(outputs) < len(requests):
-                for request in itertools.islice(left, _OPEN_AT_ONCE - len(open_streams)):
-                    open_streams.append(engine.submit_choices(request, blocking=True))
-                outputs.append(_answer([_last(choice) for choice in open_streams[0]], each[len(outputs)]))
-                open_streams.popleft()
-                bar.update()
+        with _Bar(len(many), progress) as bar:
+            for output in window.run():
+                bar.finished(output)
+    except KeyboardInterrupt:
+        logger.warning("interrupted: %d of %d prompts are answered", window.num_answered, len(many))
     finally:
-        for choices in open_streams:
-            for choice in choices:
-                choice.abort()
+        window.close()
+    return _results(window.results())
+
+
+async def generate_async(
+    prompts: Prompt | Sequence[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    engine: Engine,
+) -> list[RequestOutput]:
+    """:func:`generate` for a coroutine, on a running engine; cancelling it ends what still runs."""
+    many = _as_list(prompts)
+    wanted = _one_for_each(sampling, len(many))
+    room = asyncio.Semaphore(_OPEN_AT_ONCE)
+
+    async def one(index: int) -> RequestOutput:
+        async with room:
+            params = wanted[index] or SamplingParams(**engine.sampling_defaults)
+            try:
+                request = await asyncio.to_thread(_request, engine, many[index], params, f"prompts[{index}]")
+                streams = engine.submit_choices(request)
+            except RequestError as error:
+                return _refused(str(error))
+            try:
+                return _answer([await _last_async(stream) for stream in streams], params)
+            finally:
+                for stream in streams:
+                    stream.abort()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(index)) for index in range(len(many))]
+    return _results([task.result() for task in tasks])
+
+
+class _Window:
+    """The prompts of a call: waiting, in the engine, answered."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams | None]):
+        self._engine, self._prompts, self._sampling = engine, prompts, sampling
+        self._open: dict[int, tuple[list[OutputStream], SamplingParams]] = {}
+        self._answers: dict[int, RequestOutput] = {}
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._next = 0
+
+    @property
+    def num_answered(self) -> int:
+        return len(self._answers)
+
+    def run(self) -> Iterator[RequestOutput]:
+        """Answers as they come."""
+        while len(self._answers) < len(self._prompts):
+            while self._next < len(self._prompts) and len(self._open) < _OPEN_AT_ONCE:
+                if (refused := self._submit(self._next)) is not None:
+                    self._answers[self._next] = refused
+                    yield refused
+                self._next += 1
+            if not self._open:
+                continue
+            index = self._ended.get()
+            streams, sampling = self._open[index]
+            self._answers[index] = _answer([_last(stream) for stream in streams], sampling)
+            del self._open[index]
+            yield self._answers[index]
+
+    def _submit(self, index: int) -> RequestOutput | None:
+        """Hand a prompt to the engine; its result if it is refused."""
+        try:
+            params = self._sampling[index] or SamplingParams(**self._engine.sampling_defaults)
+            request = _request(self._engine, self._prompts[index], params, f"prompts[{index}]")
+            streams = self._engine.submit_choices(request, blocking=True)
+        except RequestError as error:
+            return _refused(str(error))
+        self._open[index] = streams, params
+        still_open = itertools.count(len(streams) - 1, -1)
+
+        def ended() -> None:
+            if next(still_open) == 0:
+                self._ended.put(index)
+
+        for stream in streams:
+            stream.when_ended(ended)
+        return None
+
+    def close(self) -> None:
+        """End what still runs."""
+        for streams, _ in self._open.values():
+            for stream in streams:
+                stream.abort()
+
+    def results(self) -> list[RequestOutput]:
+        """In the order of the prompts; after an interrupt with the beginnings of those that were under way."""
+        for index, (streams, sampling) in self._open.items():
+            if self._engine.healthy:
+                self._answers[index] = _answer([_last(stream) for stream in streams], sampling)
+        return [self._answers.get(index, _NOT_BEGUN) for index in range(len(self._prompts))]
+
+
+class _Bar:
+    """Prompts that are answered, and generated tokens a second."""
+
+    def __init__(self, total: int, progress: bool):
+        self._bar = tqdm(total=total, desc="generating", unit="prompt", disable=not progress)
+        self._num_tokens, self._started_s = 0, time.monotonic()
+
+    def finished(self, output: RequestOutput) -> None:
+        self._num_tokens += sum(len(choice.token_ids) for choice in output.choices or (output,))
+        elapsed_s = max(time.monotonic() - self._started_s, 1e-6)
+        self._bar.set_postfix_str(f"{self._num_tokens / elapsed_s:,.0f} tok/s", refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.close()
+
+
+def _refused(error: str) -> RequestOutput:
+    """In the place of an answer."""
+    return RequestOutput(
+        request_id=f"generate-{next(_ids)}",
+        prompt_token_ids=(),
+        token_ids=(),
+        text="",
+        finish_reason=FinishReason.ERROR,
+        error=error,
+    )
+
+
+_NOT_BEGUN = RequestOutput(
+    request_id="generate", prompt_token_ids=(), token_ids=(), text="", finish_reason=FinishReason.ABORT
+)
+"""In the place of an answer that an interrupt came before."""
+
+
+def _results(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """The same, unless every prompt was refused."""
+    refused = [output for output in outputs if output.error is not None]
+    if refused and len(refused) == len(outputs):
+        assert refused[0].error is not None
+        raise RequestError(refused[0].error, param="prompts")
+    if refused:
+        logger.warning("%d of %d prompts have no answer; the first: %s", len(refused), len(outputs), refused[0].error)
     return outputs
 
 
@@ -152,6 +293,18 @@ def stream(
     params = params or SamplingParams(**engine.sampling_defaults)
     with engine.submit_blocking(_request(engine, prompt, params, "prompt")) as outputs:
         for output in outputs:
+            yield _checked(output)
+
+
+async def stream_async(
+    prompt: Prompt, sampling: SamplingParams | None = None, *, engine: Engine
+) -> AsyncIterator[RequestOutput]:
+    """:func:`stream` for a coroutine, on a running engine."""
+    [params] = _one_for_each(sampling, 1)
+    params = params or SamplingParams(**engine.sampling_defaults)
+    request = await asyncio.to_thread(_request, engine, prompt, params, "prompt")
+    async with engine.submit(request) as outputs:
+        async for output in outputs:
             yield _checked(output)
 
 
@@ -270,7 +423,20 @@ def _last(outputs: OutputStream) -> RequestOutput:
     raise EngineStoppedError("the stream ended without a result")
 
 
+async def _last_async(outputs: OutputStream) -> RequestOutput:
+    async for output in outputs:
+        if output.finished:
+            return _checked(output)
+    raise EngineStoppedError("the stream ended without a result")
+
+
 def _checked(output: RequestOutput) -> RequestOutput:
     if output.error is not None:
         raise EngineStoppedError(output.error)
     return output
+
+
+if __name__ == "__main__":
+    from jaxcb.batch import main
+
+    raise SystemExit(main())

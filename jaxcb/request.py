@@ -6,6 +6,10 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+from jaxtyping import Float
 
 from jaxcb import validation
 from jaxcb.errors import RequestError
@@ -13,6 +17,9 @@ from jaxcb.logprobs import Logprobs
 from jaxcb.sampling_params import SamplingParams
 
 __all__ = ["FinishReason", "Request", "RequestOutput", "SamplingParams", "best_choices"]
+
+
+Pooling = Literal["last", "mean"]
 
 
 class FinishReason(enum.StrEnum):
@@ -49,10 +56,17 @@ class Request:
     """Seconds from the arrival within which the first token is wanted, under ``policy="deadline"``."""
     cache_salt: str = ""
     """Prefix pages are shared only between requests with the same salt."""
+    score_from: int = 1
+    """With ``sampling.prompt_logprobs``: the first position of the prompt whose log-probability is wanted. What stands
+    before it may come out of the prefix cache."""
+    pooling: Pooling | None = None
+    """The prompt's embedding is wanted: its last token's final hidden state, or the mean of all."""
     bad_word_ids: Sequence[Sequence[int]] = ()
     """Token ids of ``sampling.bad_words``; the engine fills them in."""
     dry_breaker_ids: Sequence[int] = ()
     """Token ids of ``sampling.dry_sequence_breakers``; the engine fills them in."""
+    processor_states: Sequence[Any] = ()
+    """One for each logits processor of the engine's, which fills them in; None where it leaves the request alone."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
@@ -64,6 +78,18 @@ class Request:
                 f"sampling must be a SamplingParams, got {validation.shown(self.sampling)}", param="sampling"
             )
         object.__setattr__(self, "prompt_token_ids", validation.token_ids("prompt", self.prompt_token_ids))
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise RequestError(
+                f'pooling must be "last" or "mean", got {validation.shown(self.pooling)}', param="pooling"
+            )
+        validation.integer("score_from", self.score_from, low=1)
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens at the beginning of the prompt of which nothing but the KV is needed."""
+        if self.pooling == "mean":
+            return 0
+        return len(self.prompt_token_ids) if self.sampling.prompt_logprobs is None else self.score_from - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +119,9 @@ class RequestOutput:
     index: int = 0
     """Which of the request's ``n`` answers this is."""
     prompt_logprobs: Logprobs | None = None
-    """Of the prompt's tokens from the second on, if they were asked for; there from the first output on."""
+    """Of the prompt's tokens from the second (or ``score_from``) on, if they were asked for; with the first output."""
+    embedding: Float[np.ndarray, "E"] | None = dataclasses.field(default=None, repr=False)
+    """Of the prompt, if ``pooling`` asked for it; not normalised."""
     logprobs_parts: Sequence[Logprobs] | None = dataclasses.field(default=None, repr=False)
     new_logprobs_parts: Sequence[Logprobs] | None = dataclasses.field(default=None, repr=False)
     score: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxcb import validation
 from jaxcb.errors import RequestError
@@ -77,6 +78,7 @@ class SamplingParams:
         structured_outputs: the language that the text must be in. Then end tokens and ``stop`` strings end the answer
             only where it is complete, and where the language allows nothing more the answer ends, whatever
             ``min_tokens`` and ``ignore_eos`` say.
+        extra_args: for the engine's own logits processors (:class:`jaxcb.logits_processor.LogitsProcessor`).
 
     Raises:
         RequestError: a value is outside its range; ``.param`` names the field.
@@ -114,6 +116,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _NUMBERS:
@@ -129,6 +132,9 @@ class SamplingParams:
         self._set("logit_bias", _biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            given = validation.shown(self.extra_args)
+            raise RequestError(f"extra_args must be a mapping of names, got {given}", param="extra_args")
         self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check_together()
 

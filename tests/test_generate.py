@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import weakref
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jaxcb import generate as module
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
-from jaxcb.generate import generate, stream
+from jaxcb.generate import generate, generate_async, stream, stream_async
 from jaxcb.request import FinishReason, SamplingParams
 from tests.engine.conftest import backend, make_engine, params, tokenizer  # noqa: F401  # fixtures
 
@@ -75,13 +76,27 @@ def test_both_work_where_an_asyncio_loop_runs(engine):
         (["ok", ""], r"prompts\[1\]: the prompt has no tokens"),
         ([[5], [999]], r"prompts\[1\]: prompt holds token id 999"),
         ([[5], []], r"prompts\[1\]: the prompt has no tokens"),
-        ([[1] * 701], r"prompts\[0\]: the prompt has 701 tokens"),
+        (["ok", [1] * 701], r"prompts\[1\]: the prompt has 701 tokens"),
         (["ok", 3.5], r"prompts\[1\] must be a string"),
+        (["ok", [{"role": "user", "content": "hi"}]], "no chat template"),
+    ],
+)
+def test_a_bad_prompt_has_an_error_in_its_place_and_the_others_their_answers(engine, prompts, message):
+    good, bad, again = generate([*prompts, prompts[0]], GREEDY, engine=engine, progress=False)
+    assert bad.finish_reason is FinishReason.ERROR and re.search(message, bad.error) and bad.text == ""
+    assert good.token_ids == again.token_ids and len(good.token_ids) == 6 and good.error is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1] * 701], r"prompts\[0\]: the prompt has 701 tokens"),
+        (["", [999]], r"prompts\[0\]: the prompt has no tokens"),
         (7, "prompts must be a prompt or a list"),
         ([[{"role": "user", "content": "hi"}]], "no chat template"),
     ],
 )
-def test_a_bad_prompt_is_named_and_nothing_starts(engine, prompts, message):
+def test_where_no_prompt_is_possible_the_first_one_s_error_is_raised(engine, prompts, message):
     with pytest.raises(RequestError, match=message):
         generate(prompts, GREEDY, engine=engine, progress=False)
     assert engine.stats().steps == 0
@@ -110,17 +125,58 @@ def test_a_failing_engine_raises(engine, monkeypatch):
         generate(["a", "b"], GREEDY, engine=engine, progress=False)
 
 
-def test_an_interrupt_drops_what_is_open(engine, monkeypatch):
-    def interrupted(outputs):
-        next(outputs)
+def test_an_interrupt_returns_what_is_finished_and_drops_the_rest(engine, monkeypatch):
+    """It comes when the first answer is in the bar; others are under way, and one has not begun."""
+
+    def interrupted(self, output):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_last", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        generate(["a", "b"], SamplingParams(max_tokens=500, ignore_eos=True), engine=engine, progress=False)
+    monkeypatch.setattr(module, "_OPEN_AT_ONCE", 3)
+    monkeypatch.setattr(module._Bar, "finished", interrupted)
+    long = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
+    outputs = generate([[5], [6], [7], [8]], [GREEDY, long, long, long], engine=engine, progress=False)
+    assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH, *[FinishReason.ABORT] * 3]
+    assert len(outputs[0].token_ids) == 6 and len(outputs[3].token_ids) == 0
     monkeypatch.undo()
     assert generate("a", GREEDY, engine=engine, progress=False)[0].finish_reason is FinishReason.LENGTH
     assert engine.stats().finished["abort"] == 2
+
+
+def test_a_slow_answer_does_not_keep_later_prompts_waiting(engine, monkeypatch):
+    monkeypatch.setattr(module, "_OPEN_AT_ONCE", 2)
+    started = []
+    monkeypatch.setattr(module, "_request", _noting(module._request, started, engine))
+    long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    outputs = generate([[5], *[[6]] * 8], [long, *[GREEDY] * 8], engine=engine, progress=False)
+    assert len(outputs[0].token_ids) == 300 and max(started) == 2
+    assert outputs[0].finished_s > outputs[7].finished_s, "the short ones went through beside the long one"
+
+
+def _noting(make, counts, engine):
+    """Notes how many requests there are in the engine with each that is made."""
+
+    def noted(*args):
+        counts.append(len(engine._streams) + 1)
+        return make(*args)
+
+    return noted
+
+
+def test_coroutines_get_the_same(engine):
+    async def both():
+        whole = await generate_async(["the end", "", [5, 6]], GREEDY, engine=engine)
+        return whole, [piece async for piece in stream_async("the end", GREEDY, engine=engine)]
+
+    whole, pieces = asyncio.run(both())
+    expected = generate(["the end", [5, 6]], GREEDY, engine=engine, progress=False)
+    assert [whole[0].text, whole[2].text] == [output.text for output in expected]
+    assert whole[1].finish_reason is FinishReason.ERROR
+    assert "".join(piece.new_text for piece in pieces) == whole[0].text
+
+
+def test_the_bar_shows_tokens_a_second(engine, capsys):
+    generate(["a", "b"], GREEDY, engine=engine)
+    assert "tok/s" in capsys.readouterr().err
 
 
 def test_another_config_frees_the_engine_before(monkeypatch, make_engine):  # noqa: F811  # the fixture

@@ -22,21 +22,22 @@ class Constraints:
     forward runs.
     """
 
-    def __init__(self, scheduler: Scheduler, vocab_size: int, eos_token_ids: Seq[int]):
-        self._scheduler, self._eos_ids, self._vocab_size = scheduler, eos_token_ids, vocab_size
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
         self._of: dict[Sequence, Constraint] = {}
         self._masks: Masks | None = None
 
     def open(self, sequence: Sequence, grammar: Grammar) -> None:
         """Hold a new sequence to a grammar."""
         if self._masks is None:
-            self._masks = Masks(self._vocab_size)
+            self._masks = Masks(grammar.vocab_size)
         sampling = sequence.request.sampling
         constraint = grammar.constraint(
-            sorted(sequence.end_ids),
-            self._eos_ids,
+            sequence.end_ids,
             # What looks at every sampled token must see every token sampled.
-            takes_forced=sampling.logprobs is None and not sampling.controlled,
+            takes_forced=sampling.logprobs is None
+            and not sampling.controlled
+            and all(state is None for state in sequence.request.processor_states),
         )
         self._of[sequence] = constraint
         if constraint.forced:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxcb.engine.constraints import Constraints
+from jaxcb.engine.pooling import Pool
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import RequestError
@@ -54,11 +55,12 @@ class EngineCore:
         self.runner = runner
         self.step_log, self.trace = step_log, trace
         self.num_steps = 0
-        self.constraints = Constraints(scheduler, runner.spec.vocab_size, runner.spec.eos_token_ids)
+        self.constraints = Constraints(scheduler)
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
         self._last_wait_s = 0.0
         self._prompt_logprobs: dict[Sequence, dict[int, Logprobs]] = {}
+        self._pools: dict[Sequence, Pool] = {}
 
     @property
     def has_work(self) -> bool:
@@ -107,6 +109,13 @@ class EngineCore:
         self.runner.write_pages(pages, prefix.pages[indices])
         return len(placed) * self.scheduler.limits.page_size
 
+    def drain(self) -> list[TokenEvent]:
+        """Commit what is in flight, and launch nothing."""
+        events: list[TokenEvent] = []
+        while self._in_flight:
+            events += self._commit()
+        return events
+
     def step(self) -> list[TokenEvent]:
         """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""
         started_s = time.perf_counter()
@@ -114,13 +123,13 @@ class EngineCore:
         events: list[TokenEvent] = []
         if plan is not None:
             planned_s = time.perf_counter()
-            forwarded = self.runner.forward(plan)
-            mask = None
             if constrained := self.constraints.in_step(plan):
-                while self._in_flight:
-                    events += self._commit()
+                forwarded = self.runner.forward(plan)
+                events += self.drain()
                 mask = self.constraints.masks(forwarded.bucket.num_seqs, constrained)
-            self._in_flight.append(self.runner.sample(forwarded, mask))
+                self._in_flight.append(self.runner.sample(forwarded, mask))
+            else:
+                self._in_flight.append(self.runner.launch(plan))
             self.num_steps += 1
             if self.step_log is not None:
                 self.step_log.launched(plan.step, started_s)
@@ -142,6 +151,8 @@ class EngineCore:
         failed = self._end_without_token(oldest, token_ids) if min(token_ids) == NOTHING else []
         events = list(self.scheduler.commit(oldest.plan, token_ids))
         self._add_logprobs(oldest, events)
+        if oldest.sampled.pooled or self._pools:
+            self._add_embeddings(oldest, events)
         events += failed + self.constraints.learn(events)
         if self.step_log is not None:
             self.step_log.done(oldest, ended_s, more=self.has_work)
@@ -183,6 +194,19 @@ class EngineCore:
                 for sequence, pieces in self._prompt_logprobs.items()
                 if sequence.status is not Status.FINISHED
             }
+
+    def _add_embeddings(self, step: InFlight, events: list[TokenEvent]) -> None:
+        """Put those of prompts that are complete beside the first token."""
+        for piece in step.sampled.pooled:
+            pool = self._pools.setdefault(piece.sequence, Pool())
+            pool.add(piece)
+        for i, event in enumerate(events):
+            if event.sequence in self._pools:
+                pool = self._pools.pop(event.sequence)
+                events[i] = event._replace(embedding=pool.embedding(event.sequence))
+        self._pools = {
+            sequence: pool for sequence, pool in self._pools.items() if sequence.status is not Status.FINISHED
+        }
 
     def _observe(self, step: InFlight, ended_s: float) -> float:
         """When the device took the step up: when it was launched, or done with the one before."""

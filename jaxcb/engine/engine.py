@@ -13,12 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from jaxtyping import Float
 
 from jaxcb import validation
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
-from jaxcb.engine import prepare
+from jaxcb.engine import prepare, scoring
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
@@ -28,15 +31,17 @@ from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.grammar import Grammar, GrammarCompiler
+from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
-from jaxcb.request import FinishReason, Request
+from jaxcb.request import FinishReason, Pooling, Request
 from jaxcb.scheduler import TokenEvent
 from jaxcb.step.runner import Runner
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text import Tokenizer
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
+from jaxcb.weights.held import held_params
 from jaxcb.weights.quantize import quantize
 
 logger = logging.getLogger(__name__)
@@ -113,6 +118,7 @@ class Engine:
             backend_of(self.config),
             processed_logprobs=self.config.logprobs_mode == "processed",
             deterministic=self.config.deterministic,
+            processors=self.config.logits_processors,
         )
         self._step_log = None
         if self.config.step_log is not None:
@@ -148,6 +154,8 @@ class Engine:
         self._accepting = True
         self._stopping = False
         self._paused = False
+        self._asleep = False
+        """The KV pages have no memory."""
         self._progress_s = 0.0
         """When a step was last done, or work came to an idle engine."""
         self._error: str | None = None
@@ -209,6 +217,7 @@ class Engine:
     def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> list[OutputStream]:
         self.check_request(request)
         request = prepare.with_words(request, self.tokenizer)
+        request = prepare.with_processor_states(request, self.config.logits_processors)
         structured = request.sampling.structured_outputs
         grammar = None if structured is None else self._grammars.compile(structured)
         count = request.sampling.num_choices
@@ -257,6 +266,7 @@ class Engine:
             for request, parent in children:
                 key, stream = self._open(request, 0, loop)
                 self._keys[request.request_id] = [key]
+                request = prepare.with_processor_states(request, self.config.logits_processors)
                 forks.append((dataclasses.replace(request, request_id=key), known[parent]))
                 streams.append(stream)
             self._inbox.append(_Forks(forks, [key for key in known if key is not None]))
@@ -281,6 +291,7 @@ class Engine:
         self._scheduler.check_request(request)  # first: it bounds the number of tokens to look at
         validation.check_vocabulary("prompt", request.prompt_token_ids, self.spec.vocab_size)
         sampling = request.sampling
+        check_extra_args(self.config.logits_processors, sampling.extra_args)
         for name, ids in (
             ("stop_token_ids", sampling.stop_token_ids),
             ("allowed_token_ids", sampling.allowed_token_ids or ()),
@@ -292,6 +303,42 @@ class Engine:
                 f"{sampling.num_choices} answers are asked for, and at most {self.max_choices} sequences run at once",
                 param="n" if sampling.best_of is None else "best_of",
             )
+
+    def embed(
+        self, texts: Sequence[scoring.Text], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> Float[np.ndarray, "n E"]:
+        """Embeddings of texts (or token ids): the last token's final hidden state, or the mean of all, divided by its
+        length if ``normalize``. Blocks; :meth:`embed_async` is for coroutines.
+
+        Raises:
+            RequestError: one is empty or too long; nothing was started.
+            EngineStoppedError: the engine stopped meanwhile.
+        """
+        requests = scoring.embed_requests(self, texts, pooling)
+        return scoring.embeddings(self, scoring.complete(self, requests), normalize=normalize)
+
+    async def embed_async(
+        self, texts: Sequence[scoring.Text], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> Float[np.ndarray, "n E"]:
+        """See :meth:`embed`."""
+        requests = scoring.embed_requests(self, texts, pooling)
+        return scoring.embeddings(self, await scoring.complete_async(self, requests), normalize=normalize)
+
+    def score(self, pairs: Sequence[tuple[scoring.Text, scoring.Text]]) -> list[scoring.Score]:
+        """How likely each continuation is after its context: pairs of two texts, or of two lists of token ids. Contexts
+        that begin alike are computed once (prefix cache). Blocks; :meth:`score_async` is for coroutines.
+
+        Raises:
+            RequestError: a pair is too long or its context empty; nothing was started.
+            EngineStoppedError: the engine stopped meanwhile.
+        """
+        requests = scoring.score_requests(self, pairs)
+        return scoring.scores(requests, scoring.complete(self, requests))
+
+    async def score_async(self, pairs: Sequence[tuple[scoring.Text, scoring.Text]]) -> list[scoring.Score]:
+        """See :meth:`score`."""
+        requests = scoring.score_requests(self, pairs)
+        return scoring.scores(requests, await scoring.complete_async(self, requests))
 
     def compile_grammar(self, structured: StructuredOutputs) -> None:
         """Compile what a request to come asks for, and keep it: ``submit`` then finds it. ``submit`` does it too, where
@@ -376,6 +423,68 @@ class Engine:
             self._paused, self._progress_s = False, time.monotonic()
             self._wake.notify_all()
 
+    def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
+        """Compute with other weights of the same model from the next step on; the arrays are shared, not copied. Every
+        prefix is forgotten.
+
+        Arguments:
+            params: as for :class:`jaxcb.models.held.HeldModel`.
+            running: what becomes of requests that run. "restart": they keep their tokens so far, whose KV is computed
+                again with the new weights; "keep": they go on from the KV that they have.
+
+        Raises:
+            ModelError: the parameters are not those of this model.
+            EngineStoppedError: the engine has stopped.
+        """
+        if running not in ("keep", "restart"):
+            raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
+        new = held_params(self.spec, params)
+        if self.config.quantization is not None:
+            new = quantize(new)
+
+        def swap() -> None:
+            self._runner.set_params(new)
+            self._emit(self._core.drain())
+            if running == "restart":
+                self._scheduler.restart_all()
+            else:
+                self._scheduler.prefixes.reset()
+
+        self._between_steps(swap)
+
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back until :meth:`wake`, to a training step, say. Requests wait meanwhile;
+        those that run compute the KV of their tokens so far again afterwards. Harmless while asleep.
+
+        Raises:
+            EngineStoppedError: the engine has stopped.
+        """
+        self.pause()
+
+        def drop() -> None:
+            if not self._asleep:
+                self._asleep = True
+                self._emit(self._core.drain())
+                self._scheduler.restart_all()
+                self._runner.drop_pages()
+
+        self._between_steps(drop)
+
+    def wake(self) -> None:
+        """Take the memory of the KV cache again and go on. Harmless while awake.
+
+        Raises:
+            EngineStoppedError: the engine has stopped.
+        """
+
+        def take() -> None:
+            if self._asleep:
+                self._runner.take_pages()
+                self._asleep = False
+
+        self._between_steps(take)
+        self.resume()
+
     def reset_prefix_cache(self) -> None:
         """Forget every prefix. What runs goes on.
 
@@ -455,7 +564,7 @@ class Engine:
         try:
             with self._guard.watch():
                 while self._take_inbox():
-                    if self._paused:
+                    if self._resting:
                         continue
                     self._emit(self._core.step())
                     self._progress_s = time.monotonic()
@@ -465,6 +574,10 @@ class Engine:
             logger.exception("the step loop failed")
             self._fail(f"the engine failed: {type(error).__name__}: {error}")
 
+    @property
+    def _resting(self) -> bool:
+        return self._paused or self._asleep
+
     def _drop_all(self) -> None:
         """End what still runs and wait for the steps in flight: afterwards no page is held and the device is idle."""
         with self._wake:
@@ -472,12 +585,14 @@ class Engine:
         endings = (self._core.finish(key, FinishReason.ABORT) for key in keys)
         self._emit([event for event in endings if event is not None])
         while self._core.has_work:
-            self._core.step()
+            self._core.step()  # nothing is left to plan: it commits
 
     def _take_inbox(self) -> bool:
         """Wait for work and move what came in to the scheduler. False when it is time to stop."""
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or self._stopping or (self._core.has_work and not self._paused))
+            self._wake.wait_for(
+                lambda: self._inbox or self._stopping or (self._core.has_work and not self._paused and not self._asleep)
+            )
             inbox, self._inbox = self._inbox, []
             endings = [event for item in inbox if (event := self._take(item)) is not None]
             stopping = self._stopping
@@ -528,6 +643,7 @@ class Engine:
                         error=event.error,
                         logprobs=event.logprobs,
                         prompt_logprobs=event.prompt_logprobs,
+                        embedding=event.embedding,
                     )
                     for event in events
                 ]

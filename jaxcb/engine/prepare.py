@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 from jaxcb.errors import RequestError
+from jaxcb.logits_processor import LogitsProcessor, check_extra_args, start_states
 from jaxcb.request import Request
 from jaxcb.text import Tokenizer
 from jaxcb.text.words import bad_word_ids, breaker_ids
@@ -24,6 +26,19 @@ def with_words(request: Request, tokenizer: Tokenizer) -> Request:
         bad_word_ids=bad_word_ids(tokenizer, sampling.bad_words),
         dry_breaker_ids=breaker_ids(tokenizer, sampling.dry_sequence_breakers),
     )
+
+
+def with_processor_states(request: Request, processors: Sequence[LogitsProcessor]) -> Request:
+    """With the states that the engine's logits processors start from.
+
+    Raises:
+        RequestError: one of them refuses the request.
+    """
+    check_extra_args(processors, request.sampling.extra_args)
+    if not processors:
+        return request
+    states = start_states(processors, request.sampling.extra_args, request.prompt_token_ids)
+    return dataclasses.replace(request, processor_states=states)
 
 
 def with_seed(request: Request, seeds: random.Random) -> Request:

@@ -7,6 +7,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from types import TracebackType
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import Request, RequestOutput
 from jaxcb.text.worker import TextUpdate
@@ -32,9 +35,21 @@ class OutputStream:
         self._text = ""
         self._logprobs: list[Logprobs] = []
         self._prompt_logprobs: Logprobs | None = None
+        self._embedding: Float[np.ndarray, "E"] | None = None
         self._pending: TextUpdate | None = None
         self._changed = threading.Condition()  # guards _pending where threads read; a loop's stream lives on one thread
         self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._on_end: Callable[[], None] | None = None
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call back once the last output is there to be read; now, if it is. On the thread that brings it, so briefly.
+        For streams of threads."""
+        with self._changed:
+            if not self._ended:
+                self._on_end = call
+                return
+        call()
 
     def abort(self) -> None:
         """Drop the request: its pages are freed within a step. Harmless after the end."""
@@ -96,7 +111,11 @@ class OutputStream:
                 self._pending = update
             else:
                 self._pending.extend(update)
+            self._ended = update.finish_reason is not None
+            on_end = self._on_end if self._ended else None
             self._changed.notify()
+        if on_end is not None:
+            on_end()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -106,6 +125,7 @@ class OutputStream:
         self._text += update.text
         self._logprobs = self._logprobs + update.logprobs
         self._prompt_logprobs = self._prompt_logprobs or update.prompt_logprobs
+        self._embedding = self._embedding if update.embedding is None else update.embedding
         asked = self.request.sampling.logprobs is not None
         return RequestOutput(
             request_id=self.request.request_id,
@@ -126,6 +146,7 @@ class OutputStream:
             logprobs_parts=self._logprobs if asked else None,
             new_logprobs_parts=update.logprobs if asked else None,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=self._embedding,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
@@ -52,14 +52,16 @@ class Grammar:
     tokenizer: llguidance.LLTokenizer
     marker: Marker | None
     vocab_size: int
+    eos_ids: Sequence[int]
+    """The model's."""
 
-    def constraint(self, end_ids: Sequence[int], eos_ids: Sequence[int], *, takes_forced: bool) -> Constraint:
+    def constraint(self, end_ids: Iterable[int], *, takes_forced: bool) -> Constraint:
         """The state of one answer, at its beginning; see :class:`Constraint`."""
         return Constraint(
             self.matcher.deep_copy(),
             vocab_size=self.vocab_size,
             end_ids=end_ids,
-            eos_ids=eos_ids,
+            eos_ids=self.eos_ids,
             marker=self.marker,
             takes_forced=takes_forced,
         )
@@ -138,7 +140,8 @@ class GrammarCompiler:
             matcher = llguidance.LLMatcher(tokenizer, source, limits=limits, log_level=0)
             if error := _try_out(matcher):
                 raise _refusal(wanted, error)
-            return Grammar(wanted, matcher, tokenizer, self._marker(wanted.reasoning_end), self._vocab_size)
+            marker = self._marker(wanted.reasoning_end)
+            return Grammar(wanted, matcher, tokenizer, marker, self._vocab_size, self._eos_ids)
         except RequestError:
             raise
         except Exception as error:  # of a library: whatever it raises refuses this request

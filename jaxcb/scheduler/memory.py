@@ -69,8 +69,10 @@ class SequenceMemory:
         limits, size = self.limits, self.limits.page_size
         num_tokens = len(sequence.token_ids)
         root = self.cache.root(sequence.salt)
-        reads_cache = sequence.request.sampling.prompt_logprobs is None  # they need the whole prompt computed
-        match = self.cache.match(root, sequence.packed, num_tokens - 1 if reads_cache else 0)
+        reusable = num_tokens - 1
+        if sequence.request.num_reusable < sequence.num_prompt_tokens:  # what is asked of the rest has to be computed
+            reusable = min(reusable, sequence.request.num_reusable)
+        match = self.cache.match(root, sequence.packed, reusable)
         shared, copy_of, behind = match.pages, 0, 0
         host_pages: Seq[int] = ()
         num_computed = len(shared) * size
@@ -81,8 +83,8 @@ class SequenceMemory:
             match = self.cache.match(root, sequence.packed, on_device, on_device=True)
             shared, host_pages = match.pages, sequence.host_pages[len(match.pages) + behind :]
             num_computed = sequence.num_swapped
-        elif parent is not None and reads_cache and parent.root == root and not parent.num_behind_window:
-            common = min(_common_length(sequence.packed, parent.packed), parent.num_computed, num_tokens - 1)
+        elif parent is not None and parent.root == root and not parent.num_behind_window:
+            common = min(_common_length(sequence.packed, parent.packed), parent.num_computed, reusable)
             if common > num_computed:
                 full = common // size
                 shared = [*match.pages, *parent.pages[len(match.pages) : full]]

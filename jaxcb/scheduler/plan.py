@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxcb.logprobs import Logprobs
 from jaxcb.paging import PageMoves
 from jaxcb.request import FinishReason
@@ -159,6 +162,8 @@ class TokenEvent(NamedTuple):
     """Of this token, if the request asks for them; the engine's core adds them."""
     prompt_logprobs: Logprobs | None = None
     """Of the prompt from its second token on, with the first token."""
+    embedding: Float[np.ndarray, "E"] | None = None
+    """Of the prompt, with the first token."""
     error: str | None = None
     """Why the sequence failed, with ``FinishReason.ERROR``."""
 

@@ -66,6 +66,12 @@ class RecordingScheduler(Scheduler):
         self._write({"foresee": sequence.request.request_id, "token_ids": list(token_ids)})
         super().foresee(sequence, token_ids)
 
+    def restart_all(self) -> None:
+        self._write({"restart_all": None})
+        prefixes, self.prefixes = self.prefixes, Prefixes(self.limits, self.cache)  # one line says it all
+        super().restart_all()
+        self.prefixes = prefixes
+
     def plan(self) -> StepPlan | None:
         plan = super().plan()
         self._write({"plan": checksum(plan)})
@@ -171,6 +177,7 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any], list[StepPlan]], object]]
     "add_choices": lambda s, event, plans: s.add_choices([_request(fields) for fields in event["add_choices"]]),
     "finish": lambda s, event, plans: s.finish(event["finish"], FinishReason(event["reason"])),
     "foresee": lambda s, event, plans: s.foresee(_found(s, event["foresee"]), event["token_ids"]),
+    "restart_all": lambda s, event, plans: s.restart_all(),
     "pin_prefix": lambda s, event, plans: s.prefixes.pin(event["pin_prefix"], event["cache_salt"]),
     "unpin_prefixes": lambda s, event, plans: s.prefixes.unpin(),
     "reset_prefixes": lambda s, event, plans: s.prefixes.reset(),
@@ -201,7 +208,9 @@ def _start(event: dict[str, Any], policy: Key | None) -> Scheduler:
 
 
 def _of_request(request: Request) -> dict[str, Any]:
-    return dataclasses.asdict(request) | {"prompt_token_ids": list(request.prompt_token_ids)}
+    """What the scheduler looks at: states of logits processors are arrays, and none of its business."""
+    plain = dataclasses.replace(request, processor_states=())
+    return dataclasses.asdict(plain) | {"prompt_token_ids": list(request.prompt_token_ids)}
 
 
 def _request(fields: dict[str, Any]) -> Request:

@@ -240,6 +240,15 @@ class Scheduler:
         """Learn how long a page takes over the host link; until then ``limits.host_page_s`` counts."""
         self.preemption.host_page_s = seconds
 
+    def restart_all(self) -> None:
+        """The KV of all requests counts no more (the weights have changed, or its memory is given back): what is known
+        of their tokens is computed again, and every prefix is forgotten."""
+        for sequence in list(self.roster.running.values()):
+            self.roster.preempt(sequence, swap=False)
+        for sequence in self.roster.waiting:
+            self._memory.forget_swapped(sequence)
+        self.prefixes.reset()
+
     def check(self) -> None:
         """Raise AssertionError unless every invariant of pages, slots and counters holds."""
         self.roster.check()

@@ -47,6 +47,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    """``extra_args``, by the name that vLLM has for them over HTTP."""
 
     def params(self, *, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """The checked parameters; ``defaults`` stand for what was not sent, and ``more`` are the endpoint's own fields.
@@ -55,6 +57,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             RequestError: a value is out of range; ``.param`` names the field.
         """
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        if (extra_args := given.pop("vllm_xargs", None)) is not None:
+            given["extra_args"] = extra_args
         return SamplingParams(**{**defaults, **given, **more})
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
+from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.sampling import Controls, Draws
 from jaxcb.sampling_params import MAX_FORBIDDEN_IDS
 from jaxcb.scheduler import StepPlan
@@ -34,6 +36,7 @@ from jaxcb.scheduler.plan import IN_FLIGHT
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout, on_device
 from jaxcb.step.owners import DRAW_COLUMNS, SlotOwners
+from jaxcb.step.processors import ProcessorRows, at_rest
 
 CHANGES_PER_UPLOAD = 512
 """Block-table changes that a large upload carries; more of them (long prefix hits) take uploads of their own."""
@@ -188,13 +191,18 @@ class SlotState(NamedTuple):
     block_tables: Int[Array, "slot_rows P"]
     controls: Controls
     """Of meaning only where the slot's owner asks for them."""
+    processors: tuple[ProcessorRows, ...] = ()
+    """Of each logits processor."""
 
     @staticmethod
-    def at_rest(num_slots: int, table_width: int, controls: ControlLayout) -> SlotState:
+    def at_rest(
+        num_slots: int, table_width: int, controls: ControlLayout, processors: Sequence[LogitsProcessor] = ()
+    ) -> SlotState:
         return SlotState(
             last_token=on_device(np.zeros(num_slots + 1, np.int32)),
             block_tables=on_device(np.zeros((num_slots + 1, table_width), np.int32)),
             controls=controls.at_rest(num_slots + 1),
+            processors=tuple(at_rest(processor, num_slots + 1) for processor in processors),
         )
 
 

@@ -22,6 +22,8 @@ class Job(NamedTuple):
     """No two of an engine have the same."""
     lower: Callable[[], Lowered]
     keep: Callable[[Compiled], Any]
+    stored: bool = True
+    """Not where it holds code of the user's, which the store can't know to have changed."""
 
 
 def compile_all(jobs: Iterable[Job], store: ProgramStore | None, *, progress: bool) -> None:
@@ -42,4 +44,4 @@ def compile_all(jobs: Iterable[Job], store: ProgramStore | None, *, progress: bo
 
 
 def _program(job: Job, store: ProgramStore | None) -> Compiled:
-    return job.lower().compile() if store is None else store.get(job.name, job.lower)
+    return job.lower().compile() if store is None or not job.stored else store.get(job.name, job.lower)

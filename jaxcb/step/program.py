@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,15 +13,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec, apply_head, apply_layers
 from jaxcb.models import native as native_models
-from jaxcb.models.decoder import LayerIndex, Params
+from jaxcb.models.decoder import LayerIndex, Params, rms_norm
 from jaxcb.models.tiles import CPU_ROWS, GPU_ROWS, SAMPLER_ROWS, InTiles, directly, tiles_of
-from jaxcb.sampling import Tier, sample
+from jaxcb.sampling import Controls, Draws, Tier, sample
 from jaxcb.sampling.controls import keep_allowed
 from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
 from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
 from jaxcb.step.controls import rows_of
+from jaxcb.step.processors import ProcessorRows, apply, update
 from pallas_kernels import attention_metadata, native, ragged_paged_attention, write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend
 
@@ -147,22 +150,41 @@ def sample_step(
     tier: Tier,
     keep_logits: bool,
     deterministic: bool = False,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> SampleResult:
     """Sample every row and leave its token in its slot, where the next step finds it."""
     slots, draws = unpack_sampling(part, logits.shape[0])
     controls = rows_of(state.controls, slots) if tier is Tier.FULL else None
+    own = jax.tree.map(lambda values: values[slots], state.processors)
     in_tiles: InTiles = directly
     if deterministic and tier is not Tier.GREEDY:  # which sums nothing
         samples = slots < state.last_token.shape[0] - 1
         num_rows = jnp.max(jnp.where(samples, jnp.arange(1, slots.shape[0] + 1, dtype=jnp.int32), 0))
         in_tiles = tiles_of(SAMPLER_ROWS, num_rows)
-    token_ids, drawn_from = in_tiles(functools.partial(sample, tier=tier), logits, draws, controls)
+    token_ids, drawn_from = in_tiles(functools.partial(_sample, processors, tier), logits, draws, controls, own)
     written = jnp.maximum(token_ids, 0)  # where there is none the sequence ends, and nobody reads it
     if tier is Tier.FULL:
         history = state.controls.history.at[slots, draws.positions].set(written, mode="drop")
         state = state._replace(controls=state.controls._replace(history=history))
     last_token = state.last_token.at[slots].set(written, mode="promise_in_bounds")
-    return SampleResult(state._replace(last_token=last_token), token_ids, drawn_from if keep_logits else None)
+    after = jax.tree.map(
+        lambda values, rows: values.at[slots].set(rows), state.processors, update(processors, own, written)
+    )
+    state = state._replace(last_token=last_token, processors=after)
+    return SampleResult(state, token_ids, drawn_from if keep_logits else None)
+
+
+def _sample(
+    processors: Sequence[LogitsProcessor],
+    tier: Tier,
+    logits: Float[Array, "S V"],
+    draws: Draws,
+    controls: Controls | None,
+    own: tuple[ProcessorRows, ...],
+) -> tuple[Int[Array, "S"], Float[Array, "S V"]]:
+    if processors:
+        logits = apply(processors, logits.astype(jnp.float32), own)
+    return sample(logits, draws, controls, tier=tier)
 
 
 def mask_logits(logits: Float[Array, "S V"], mask: Int[Array, "S W"]) -> Float[Array, "S V"]:
@@ -185,6 +207,26 @@ def prompt_logprobs(
     """Log-probabilities of the tokens that follow some positions of a step; of the first ``num_rows`` of them."""
     logits = head_logits(spec, backend, params, hidden[rows], num_rows, deterministic=deterministic)
     return token_logprobs(logits, targets, num_rows, every=every, deterministic=deterministic)
+
+
+class Pooled(NamedTuple):
+    """Of final hidden states, after the last norm: of the tokens of each row."""
+
+    sums: Float[Array, "S E"]
+    last: Float[Array, "S E"]
+
+
+def pool(
+    spec: ModelSpec,
+    scale: Float[Array, "E"],
+    hidden: Float[Array, "T E"],
+    token_rows: Int[Array, "T"],
+    last: Int[Array, "S"],
+) -> Pooled:
+    """Sums and last rows. ``token_rows`` is S for tokens of no row; ``last`` is the index of each row's last token."""
+    normed = rms_norm(hidden.astype(jnp.float32), scale, spec.rms_norm_eps)
+    sums = jnp.zeros((last.shape[0], hidden.shape[1]), jnp.float32).at[token_rows].add(normed, mode="drop")
+    return Pooled(sums, normed[last])
 
 
 def token_logprobs(

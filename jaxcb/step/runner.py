@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from jax.stages import Compiled
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Int
 
+from jaxcb.errors import ModelError
+from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.paging import PageMoves
@@ -94,6 +96,7 @@ class Runner:
         *,
         processed_logprobs: bool = False,
         deterministic: bool = False,
+        processors: Sequence[LogitsProcessor] = (),
     ):
         self._deterministic = deterministic
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
@@ -101,15 +104,22 @@ class Runner:
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
         self._leaves, self._tree = jax.tree.flatten(params)  # once: a step's call would do it again each time
         self._owners = SlotOwners(shape.num_slots + 1)
-        self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls)
+        self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors)
         self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
         self._processed_logprobs = processed_logprobs
         self._samplers = Samplers(
-            spec, backend, controls, logits_dtype, processed=processed_logprobs, deterministic=deterministic
+            spec,
+            backend,
+            controls,
+            logits_dtype,
+            processed=processed_logprobs,
+            deterministic=deterministic,
+            processors=processors,
         )
         self._change: Compiled | None = None
+        self._empty_pages: Compiled | None = None
         self._mover = PageMover(self._kv, shape.num_host_pages, backend, transfers=shape.transfers)
 
     def compile(self, cache: Path, *, progress: bool = True) -> None:
@@ -147,6 +157,35 @@ class Runner:
         """Start the second program. ``mask``: bit i of word w of a row is 0 where its grammar forbids id 32 w + i."""
         self._state, sampled = self._samplers.sample(self.params, step.result, step.plan, step.wanted, mask)
         return InFlight(step.plan, step.bucket, sampled, step.launched_s)
+
+    def set_params(self, params: Params) -> None:
+        """Compute with other weights from the next step on.
+
+        Raises:
+            ModelError: one of them has not the shape, dtype or device of what the programs were compiled for.
+        """
+        leaves, _ = jax.tree.flatten_with_path(params)
+        known, _ = jax.tree.flatten_with_path(self.params)
+        if not jax.tree.structure(params) == self._tree:  # noqa: SIM201  # mypy knows no != of it
+            given, wanted = ({jax.tree_util.keystr(path) for path, _ in some} for some in (leaves, known))
+            raise ModelError(f"the params have other parts than the model's: {', '.join(sorted(given ^ wanted)[:8])}")
+        for (path, new), (_, old) in zip(leaves, known, strict=True):
+            if (new.shape, new.dtype, new.sharding) != (old.shape, old.dtype, old.sharding):
+                raise ModelError(
+                    f"{jax.tree_util.keystr(path)} must be {old.dtype}{list(old.shape)} on {old.sharding}, got "
+                    f"{new.dtype}{list(new.shape)} on {new.sharding}"
+                )
+        self.params, self._leaves = params, [leaf for _, leaf in leaves]
+
+    def drop_pages(self) -> None:
+        """Give the memory of the KV pages back. Nothing is in flight, and nothing is launched before
+        :meth:`take_pages`."""
+        self._kv.delete()
+
+    def take_pages(self) -> None:
+        """Take it again; the pages hold nothing."""
+        assert self._empty_pages is not None, "compile() comes first"
+        self._kv = self._empty_pages()
 
     def move_pages(self, moves: PageMoves | None) -> None:
         """Carry out what the page bookkeeping has decided, before a page of it is written anew."""
@@ -213,6 +252,8 @@ class Runner:
             functools.partial(jax.jit(apply_changes, donate_argnums=0).lower, state, change, change),
             functools.partial(setattr, self, "_change"),
         )
+        empty = jax.jit(functools.partial(jnp.zeros, kv.shape, kv.dtype), out_shardings=kv.sharding)
+        yield Job("empty pages", empty.lower, functools.partial(setattr, self, "_empty_pages"))
         yield from self._mover.jobs()
 
 

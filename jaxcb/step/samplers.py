@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Float, Int
 
+from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.logprobs import Logprobs
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
@@ -25,10 +27,13 @@ from jaxcb.sizing import PROMPT_ROWS
 from jaxcb.step.batch import SlotState, sample_size, set_controls
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job
+from jaxcb.step.processors import ProcessorRows, enter, row_of
 from jaxcb.step.program import (
     ForwardResult,
+    Pooled,
     compiler_options,
     mask_logits,
+    pool,
     prompt_logprobs,
     sample_step,
     token_logprobs,
@@ -52,12 +57,30 @@ class PromptPiece:
 
 
 @dataclasses.dataclass(frozen=True)
+class PooledPiece:
+    """What a chunk adds to its prompt's embedding, on its way to the host."""
+
+    sequence: Sequence
+    first: int
+    num_tokens: int
+    row: int
+    values: Pooled
+
+    def sum(self) -> Float[np.ndarray, "E"]:
+        return np.asarray(self.values.sums)[self.row]
+
+    def last(self) -> Float[np.ndarray, "E"]:
+        return np.asarray(self.values.last)[self.row].copy()
+
+
+@dataclasses.dataclass(frozen=True)
 class Sampled:
     """A step's results on their way to the host. ``logprobs`` by whether every id was asked for."""
 
     token_ids: Int[Array, "S"]
     logprobs: Mapping[bool, RowLogprobs]
     prompt: list[PromptPiece]
+    pooled: list[PooledPiece]
 
     def logprobs_of(self, index: int, sampling: SamplingParams, token_id: int) -> Logprobs | None:
         """Those of the token of row ``index``, if its request asks for them."""
@@ -82,6 +105,7 @@ class Samplers:
         logits_dtype: of logits and hidden states.
         processed: log-probabilities are those after every change of the logits, in place of the model's own.
         deterministic: a row's bits don't depend on the other rows.
+        processors: the user's, compiled into every tier.
     """
 
     def __init__(
@@ -93,13 +117,18 @@ class Samplers:
         *,
         processed: bool,
         deterministic: bool,
+        processors: Seq[LogitsProcessor] = (),
     ):
+        self._processors = tuple(processors)
+        self._processed_slots: set[int] = set()
+        self._set_processors: Compiled | None = None
         self._spec, self._backend, self._controls = spec, backend, controls
         self._dtype, self._processed, self._deterministic = logits_dtype, processed, deterministic
         self._mask: dict[int, Compiled] = {}
         self._sample: dict[tuple[int, Tier], Compiled] = {}
         self._logprobs: dict[tuple[int, bool], Compiled] = {}
         self._prompt: dict[tuple[int, bool], Compiled] = {}
+        self._pool: dict[int, Compiled] = {}
         self._set_controls: Compiled | None = None
         self._copies = jax.default_backend() != "cpu"  # there the host reads where the device has written
         self._at_rest = controls.pack(None)
@@ -115,9 +144,16 @@ class Samplers:
             logits, ids = array((S, V), self._dtype), array((S,), jnp.int32)
             part = array((sample_size(S),), jnp.int32)
             for tier in Tier:
-                step = functools.partial(sample_step, tier=tier, keep_logits=self._processed, deterministic=fixed)
+                step = functools.partial(
+                    sample_step,
+                    tier=tier,
+                    keep_logits=self._processed,
+                    deterministic=fixed,
+                    processors=self._processors,
+                )
                 program = jax.jit(step, donate_argnums=0, compiler_options=options)
-                yield _job(f"sample {tier.name.lower()} {S}", program, (state, logits, part), self._sample, (S, tier))
+                job = _job(f"sample {tier.name.lower()} {S}", program, (state, logits, part), self._sample, (S, tier))
+                yield job._replace(stored=not self._processors)
             mask = array((S, -(-V // 32)), jnp.int32)
             yield _job(f"mask {S}", jax.jit(mask_logits, compiler_options=options), (logits, mask), self._mask, S)
             kept = array((S, V), jnp.float32 if self._processed else self._dtype)
@@ -130,6 +166,9 @@ class Samplers:
         for T in mixed_tokens:
             hidden = array((T, self._spec.hidden_size), self._dtype)
             rows = array((PROMPT_ROWS,), jnp.int32)
+            program = jax.jit(functools.partial(pool, self._spec), compiler_options=options)
+            pooled = (params["final_norm"]["scale"], hidden, array((T,), jnp.int32), array((S,), jnp.int32))
+            yield _job(f"pool {T}", program, pooled, self._pool, T)
             for every in (False, True):
                 logprobs = functools.partial(prompt_logprobs, self._spec, self._backend)
                 program = jax.jit(
@@ -141,9 +180,19 @@ class Samplers:
         slot, row = array((), jnp.int32), array((self._controls.size,), jnp.int32)
         keep = functools.partial(setattr, self, "_set_controls")
         yield Job("set controls", functools.partial(setter.lower, state, slot, row), keep)
+        if self._processors:
+            enter = jax.jit(functools.partial(_enter, self._processors), donate_argnums=0)
+            one = jax.tree.map(lambda x: array(x.shape[1:], x.dtype), state.processors)
+            arguments = (state, slot, one, array((self._controls.max_model_len,), jnp.int32), count)
+            keep = functools.partial(setattr, self, "_set_processors")
+            yield Job("set processors", functools.partial(enter.lower, *arguments), keep, stored=False)
 
     def enter(self, state: SlotState, newcomers: Iterable[PlanRow]) -> SlotState:
-        """Give the slots of newcomers their controls; those of others at rest stay as they are."""
+        """Give the slots of newcomers their controls and the states of logits processors; those of others at rest stay
+        as they are."""
+        if self._processors:
+            newcomers = list(newcomers)
+            state = self._enter_processors(state, newcomers)
         for row in newcomers:
             sequence = row.sequence
             if sequence.request.sampling.controlled:
@@ -156,6 +205,21 @@ class Samplers:
                 continue
             assert self._set_controls is not None, "the programs are compiled first"
             state = self._set_controls(state, np.int32(row.slot), values)
+        return state
+
+    def _enter_processors(self, state: SlotState, newcomers: Iterable[PlanRow]) -> SlotState:
+        for row in newcomers:
+            sequence, states = row.sequence, row.sequence.request.processor_states
+            asks = any(own is not None for own in states)
+            if asks or row.slot in self._processed_slots:
+                assert self._set_processors is not None, "the programs are compiled first"
+                answer = np.zeros(self._controls.max_model_len, np.int32)
+                answer[: sequence.num_generated] = sequence.token_ids[sequence.num_prompt_tokens :]
+                entering = row_of(self._processors, states)
+                state = self._set_processors(
+                    state, np.int32(row.slot), entering, answer, np.int32(sequence.num_generated)
+                )
+                (self._processed_slots.add if asks else self._processed_slots.discard)(row.slot)
         return state
 
     def sample(
@@ -176,11 +240,30 @@ class Samplers:
         num_rows = np.int32(plan.num_rows)
         logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in wanted.logprobs}
         prompt = [] if hidden is None else list(self._prompt_pieces(params, hidden, plan))
+        pooled = [] if hidden is None else self._pooled(params, hidden, plan, S)
         if self._copies:
-            for array in jax.tree.leaves((token_ids, logprobs, [piece.values for piece in prompt])):
+            values = (token_ids, logprobs, [piece.values for piece in prompt], [piece.values for piece in pooled])
+            for array in jax.tree.leaves(values):
                 if isinstance(array, jax.Array):
                     array.copy_to_host_async()
-        return state, Sampled(token_ids, logprobs, prompt)
+        return state, Sampled(token_ids, logprobs, prompt, pooled)
+
+    def _pooled(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan, S: int) -> list[PooledPiece]:
+        """One program for all chunks of a step whose prompts are to be embedded."""
+        wanted: list[tuple[PlanRow, int]] = []
+        T, offset = hidden.shape[0], plan.num_tokens - sum(row.num_tokens for row in plan.chunks)
+        token_rows, last = np.full(T, S, np.int32), np.zeros(S, np.int32)
+        for row in plan.chunks:
+            count = min(row.num_tokens, row.sequence.num_prompt_tokens - row.start)
+            if row.sequence.request.pooling is not None and count > 0:
+                token_rows[offset : offset + count] = len(wanted)
+                last[len(wanted)] = offset + count - 1
+                wanted.append((row, count))
+            offset += row.num_tokens
+        if not wanted:
+            return []
+        values = self._pool[T](params["final_norm"]["scale"], hidden, token_rows, last)
+        return [PooledPiece(row.sequence, row.start, count, i, values) for i, (row, count) in enumerate(wanted)]
 
     def _prompt_pieces(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan) -> Iterable[PromptPiece]:
         offset = plan.num_tokens - sum(row.num_tokens for row in plan.chunks)
@@ -189,7 +272,7 @@ class Samplers:
             if wanted is not None:
                 prompt = sequence.request.prompt_token_ids
                 end = min(row.context_len, len(prompt) - 1)  # the hidden state at i tells of the token at i + 1
-                for start in range(row.start, end, PROMPT_ROWS):
+                for start in range(max(row.start, sequence.request.score_from - 1), end, PROMPT_ROWS):
                     count = min(PROMPT_ROWS, end - start)
                     rows, targets = np.zeros(PROMPT_ROWS, np.int32), np.zeros(PROMPT_ROWS, np.int32)
                     rows[:count] = np.arange(count) + offset + start - row.start
@@ -201,6 +284,17 @@ class Samplers:
                         values = jax.tree.map(np.asarray, values)
                     yield PromptPiece(sequence, start, token_ids, values)
             offset += row.num_tokens
+
+
+def _enter(
+    processors: Seq[LogitsProcessor],
+    state: SlotState,
+    slot: Int[Array, ""],
+    row: tuple[ProcessorRows, ...],
+    answer: Int[Array, "L"],
+    num_tokens: Int[Array, ""],
+) -> SlotState:
+    return state._replace(processors=enter(processors, state.processors, slot, row, answer, num_tokens))
 
 
 def _on_host(values: RowLogprobs, token_ids: list[int], rows: slice, k: int | None) -> Logprobs:

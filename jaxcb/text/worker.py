@@ -13,6 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request
 from jaxcb.text.detokenizer import Detokenizer
@@ -43,6 +46,7 @@ class TextEvent:
     error: str | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    embedding: Float[np.ndarray, "E"] | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,6 +65,7 @@ class TextUpdate:
     logprobs: list[Logprobs]
     """Of ``token_ids``, if they were asked for."""
     prompt_logprobs: Logprobs | None
+    embedding: Float[np.ndarray, "E"] | None
 
     def extend(self, later: TextUpdate) -> None:
         """Merge the update that follows this one into it."""
@@ -68,6 +73,7 @@ class TextUpdate:
         later.text = self.text + later.text
         later.logprobs = self.logprobs + later.logprobs
         later.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        later.embedding = self.embedding if later.embedding is None else later.embedding
         for field in self.__slots__:
             setattr(self, field, getattr(later, field))
 
@@ -121,6 +127,7 @@ class _TextState:
             finished_s=None if reason is None else now_s,
             logprobs=[] if event.logprobs is None else [event.logprobs],
             prompt_logprobs=event.prompt_logprobs,
+            embedding=event.embedding,
         )
 
     def _is_whole(self, piece: str) -> bool:

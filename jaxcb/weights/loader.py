@@ -14,9 +14,12 @@ import numpy as np
 
 from jaxcb import native
 from jaxcb.config import EngineConfig
+from jaxcb.errors import ModelError
 from jaxcb.models import families
+from jaxcb.models.held import HeldModel
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
+from jaxcb.weights.held import held_params, no_tokenizer
 from jaxcb.weights.quantize import quantize
 from jaxcb.weights.resolve import ModelFiles, resolve
 from jaxcb.weights.safetensors_source import SafetensorsSource
@@ -45,6 +48,9 @@ def load(config: EngineConfig) -> LoadedModel:
     Raises:
         ModelError: the model can't be found, read or understood.
     """
+    if isinstance(config.model, HeldModel):
+        return _held(config.model, config)
+    assert not isinstance(config.model, tuple)  # the config has made a HeldModel of it
     files = resolve(config.model, config.revision)
     spec = files.read_spec()
     defaults = files.read_sampling_defaults(config.generation_config)
@@ -56,6 +62,17 @@ def load(config: EngineConfig) -> LoadedModel:
     if config.quantization is not None:
         params = quantize(params)
     return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer, sampling_defaults=defaults)
+
+
+def _held(model: HeldModel, config: EngineConfig) -> LoadedModel:
+    params = held_params(model.spec, model.params)
+    dtype = params["embed"]["embedding"].dtype
+    if config.dtype not in ("auto", dtype.name):
+        raise ModelError(f"the params are {dtype.name}, and dtype asks for {config.dtype}: leave it out")
+    if config.quantization is not None:
+        params = quantize(params)
+    tokenizer = no_tokenizer(model.spec) if model.tokenizer is None else model.tokenizer
+    return LoadedModel(name=model.name, spec=model.spec, params=params, tokenizer=tokenizer, sampling_defaults={})
 
 
 def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat16"]:

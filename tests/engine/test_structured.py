@@ -19,7 +19,7 @@ from tests.engine.conftest import SPEC
 from tests.engine.run import complete
 from tests.grammar.schemas import SCHEMAS
 
-PAGES = {"num_kv_pages": 40, "max_model_len": 256, "admission_watermark": 0.0, "max_num_seqs": 8}
+PAGES = {"num_kv_pages": 44, "admission_watermark": 0.0}
 """Eight answers of a hundred tokens find no room together."""
 
 

@@ -76,7 +76,7 @@ def test_whitespace_is_what_the_pattern_says(compiler: GrammarCompiler) -> None:
 def test_end_tokens_may_come_where_the_answer_is_complete_and_nowhere_else(compiler: GrammarCompiler) -> None:
     eos = compiler._eos_ids
     stop = ids_of(compiler, "z")[0]
-    constraint = compiled(compiler, regex="az?b*").constraint([*eos, stop], eos, takes_forced=False)
+    constraint = compiled(compiler, regex="az?b*").constraint([*eos, stop], takes_forced=False)
     a, b = ids_of(compiler, "a")[0], ids_of(compiler, "b")[0]
     assert allowed_ids(constraint) == [a]
     constraint.advance([a])
@@ -87,8 +87,7 @@ def test_end_tokens_may_come_where_the_answer_is_complete_and_nowhere_else(compi
 
 
 def test_an_end_token_that_does_not_end_the_answer_never_comes(compiler: GrammarCompiler) -> None:
-    eos = compiler._eos_ids
-    constraint = compiled(compiler, regex="ab?").constraint([], eos, takes_forced=False)
+    constraint = compiled(compiler, regex="ab?").constraint([], takes_forced=False)
     constraint.advance(ids_of(compiler, "a"))
     assert constraint.complete
     assert {compiler._tokenizer.decode([token]) for token in allowed_ids(constraint)} == {"b"}
@@ -97,7 +96,7 @@ def test_an_end_token_that_does_not_end_the_answer_never_comes(compiler: Grammar
 
 
 def test_forced_tokens_come_one_after_the_other_and_then_the_choice(compiler: GrammarCompiler) -> None:
-    constraint = compiled(compiler, regex="hello (x|y)").constraint([], compiler._eos_ids, takes_forced=True)
+    constraint = compiled(compiler, regex="hello (x|y)").constraint([], takes_forced=True)
     forced = list(constraint.forced)
     assert compiler._tokenizer.decode(forced).strip() == "hello"
     assert [allowed_ids(constraint, ahead) for ahead in range(len(forced))] == [[token] for token in forced]
@@ -112,7 +111,7 @@ def test_forced_tokens_come_one_after_the_other_and_then_the_choice(compiler: Gr
 def test_free_text_ends_with_the_marker_and_not_before(compiler: GrammarCompiler) -> None:
     grammar = compiled(compiler, regex="ab", reasoning_end="</t>")
     eos = compiler._eos_ids
-    constraint = grammar.constraint(eos, eos, takes_forced=True)
+    constraint = grammar.constraint(eos, takes_forced=True)
     for token in ids_of(compiler, "so</</t"):
         assert constraint.forced == []
         assert not set(eos) & set(allowed_ids(constraint)), "the answer can't end in its free text"
@@ -125,7 +124,7 @@ def test_free_text_ends_with_the_marker_and_not_before(compiler: GrammarCompiler
 
 def test_a_token_that_runs_past_the_marker_is_forbidden(compiler: GrammarCompiler) -> None:
     the = compiler._tokenizer.backend.token_to_id("he")
-    constraint = compiled(compiler, regex="x", reasoning_end="th").constraint([], [], takes_forced=True)
+    constraint = compiled(compiler, regex="x", reasoning_end="th").constraint([], takes_forced=True)
     assert the in allowed_ids(constraint)
     constraint.advance(ids_of(compiler, "t")[-1:])
     assert the not in allowed_ids(constraint)

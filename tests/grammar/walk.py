@@ -31,7 +31,7 @@ def walk(
 ) -> tuple[str, bool]:
     """The text of a random answer, and whether it came to its end within ``most`` tokens."""
     eos = compiler._eos_ids
-    constraint = grammar.constraint(eos, eos, takes_forced=takes_forced)
+    constraint = grammar.constraint(eos, takes_forced=takes_forced)
     ids: list[int] = []
     while len(ids) < most and not constraint.ended:
         assert constraint.error is None
