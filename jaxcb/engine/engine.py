@@ -174,7 +174,7 @@ class Engine:
             ConfigError: the configuration can't work for it.
         """
         config = config or EngineConfig()
-        model = load(config)
+        model = load(config, progress=progress)
         engine = cls(model.name, model.spec, model.params, model.tokenizer, config, model.sampling_defaults)
         engine.compile(progress=progress)
         engine.run()

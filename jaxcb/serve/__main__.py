@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 
 from jaxcb.config import EngineConfig
 from jaxcb.errors import JaxcbError
+from jaxcb.parsing import reasoning_markers, tool_format
 from jaxcb.serve.cli import ServeOptions, parse
 
 
@@ -34,6 +35,9 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
     from jaxcb.text import chat
 
     begun_s = time.monotonic()
+    # Names of parsers are checked here, not after minutes of loading.
+    tool_format(options.tool_call_parser, None)
+    reasoning_markers(options.reasoning_parser, None)
     sock = server.bind(options.host, options.port)
     # jax takes seconds to import: not for --help, and not before the port is known to be free
     from jaxcb.engine import Engine
@@ -47,15 +51,23 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
         if options.chat_template is not None:
             engine.tokenizer.chat_template = options.chat_template
         engine.tokenizer.warm_up()
-        app = make_app(engine, model_names=options.served_model_names, api_key=options.api_key)
+        app = make_app(
+            engine,
+            model_names=options.served_model_names,
+            api_key=options.api_key,
+            admin_api_key=options.admin_api_key,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+            allowed_origins=options.allowed_origins,
+        )
         service = app.state.service
         url = server.listen(sock)
         print(
             banner(
-                engine,
-                model_name=service.model_names[0],
+                service,
                 url=url,
                 has_api_key=options.api_key is not None,
+                has_admin_key=options.admin_api_key is not None,
                 took_s=time.monotonic() - begun_s,
             ),
             flush=True,

@@ -7,28 +7,79 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxcb.engine import Engine
+    from jaxcb.serve.service import Service
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+TYPICAL_TOKENS = 1456
+"""Prompt and answer of a mean request of Azure's conversation trace of 2023: 1,237 + 219 tokens."""
 
 
-def banner(engine: Engine, *, model_name: str, url: str, has_api_key: bool, took_s: float) -> str:
+def banner(service: Service, *, url: str, has_api_key: bool, has_admin_key: bool, took_s: float) -> str:
     """The start-up text: one fact a line, a curl to paste at the end."""
+    engine = service.engine
+    lines = [*_model_lines(service), *_engine_lines(engine)]
+    key = " (with the API key)" if has_api_key else ""
+    lines.append(("endpoint", f"{url}/v1{key}"))
+    lines.append(("", f"OPENAI_BASE_URL={url}/v1   ANTHROPIC_BASE_URL={url}   {url}/openapi.json"))
+    if has_admin_key:
+        lines.append(("admin", "/pause /resume /reset_prefix_cache /start_profile /stop_profile /log_level"))
+    facts = "\n".join(f"  {name:<13}{value}" for name, value in lines)
+    return f"jaxcb is ready after {took_s:.1f} s\n{facts}\n\n{_curl(engine, url, has_api_key)}\n"
+
+
+def _model_lines(service: Service) -> list[tuple[str, str]]:
+    engine = service.engine
+    config, spec = engine.config, engine.spec
+    quantized = "" if config.quantization is None else f", products in {config.quantization}"
+    weights_gb = spec.num_params * _ITEM_BYTES[config.dtype] / 1e9
+    names = ", ".join(service.model_names)
+    return [
+        ("model", f"{names} ({spec.family}, {spec.num_params / 1e6:.0f} M parameters)"),
+        ("weights", f"{weights_gb:.2f} GB in {config.dtype}{quantized}"),
+        ("chat", _chat(service)),
+    ]
+
+
+def _chat(service: Service) -> str:
+    if not service.engine.tokenizer.has_chat_template:
+        return "the model has no template: completions only (or give one by --chat-template)"
+    tools = "told as text, read as hermes" if service.tool_format is None else service.tool_format.name
+    reasoning = "none" if service.reasoning is None else f"until {service.reasoning.end}"
+    return f"the model's template; tools: {tools}; reasoning: {reasoning}"
+
+
+def _engine_lines(engine: Engine) -> list[tuple[str, str]]:
     config, pages = engine.config, engine.stats().kv_pages_total
-    weights_gb = engine.spec.num_params * _ITEM_BYTES[config.dtype] / 1e9
-    lines = (
-        ("model", f"{model_name} ({engine.spec.family}, {engine.spec.num_params / 1e6:.0f} M parameters)"),
-        ("weights", f"{weights_gb:.2f} GB in {config.dtype}"),
-        ("KV cache", f"{pages} pages of {config.page_size} tokens: {pages * config.page_size} tokens"),
-        ("limits", f"{config.max_model_len} tokens a sequence"),
+    cache = "prefixes are reused" if config.enable_prefix_caching else "prefixes are not reused"
+    return [
+        ("KV cache", f"{pages} pages of {config.page_size} tokens: {pages * config.page_size:,} tokens; {cache}"),
+        ("room for", _room(pages, config.page_size, config.max_model_len or 1, config.max_num_seqs or 1)),
+        ("limits", f"{config.max_model_len} tokens a sequence{_waiting(config.max_waiting)}"),
         ("a step", f"at most {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences"),
         ("buckets", f"decode {_sizes(config.decode_buckets, config.max_num_seqs)} sequences"),
         ("", f"with prompts {_sizes(config.mixed_buckets, config.max_num_batched_tokens)} tokens"),
-        ("prefix cache", "on" if config.enable_prefix_caching else "off"),
-        ("attention", str(config.backend)),
-        ("endpoint", f"{url}/v1" + (" (with the API key)" if has_api_key else "")),
-    )
-    facts = "\n".join(f"  {name:<13}{value}" for name, value in lines)
-    return f"jaxcb is ready after {took_s:.1f} s\n{facts}\n\n{_curl(engine, url, has_api_key)}\n"
+        ("attention", f"{config.backend}; requests are scheduled by {_name(config.policy)}"),
+    ]
+
+
+def _room(pages: int, page_size: int, max_model_len: int, max_num_seqs: int) -> str:
+    """Requests whose KV fits at once, of a typical length and of the longest, but no more than a step takes."""
+
+    def fit(tokens: int) -> str:
+        count = min(pages // -(-tokens // page_size), max_num_seqs)
+        return f"{count} request{'' if count == 1 else 's'} of {tokens:,} tokens at once"
+
+    if max_model_len <= TYPICAL_TOKENS:
+        return fit(max_model_len)
+    return f"{fit(TYPICAL_TOKENS)}, {fit(max_model_len)}"
+
+
+def _waiting(limit: int | None) -> str:
+    return "" if limit is None else f", {limit} requests in the queue"
+
+
+def _name(policy: object) -> str:
+    return policy if isinstance(policy, str) else getattr(policy, "__name__", "a function")
 
 
 def _sizes(buckets: tuple[int, ...] | None, largest: int | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from jaxcb import native
 from jaxcb.config import EngineConfig
@@ -42,8 +43,8 @@ class LoadedModel:
     """Fields of SamplingParams for what a request leaves out."""
 
 
-def load(config: EngineConfig) -> LoadedModel:
-    """Find the model of ``config``, and load it onto the default device.
+def load(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
+    """Find the model of ``config``, and load it onto the default device; ``progress`` shows a bar if that takes long.
 
     Raises:
         ModelError: the model can't be found, read or understood.
@@ -58,7 +59,7 @@ def load(config: EngineConfig) -> LoadedModel:
     dtype = config.dtype
     if dtype == "auto":
         dtype = default_dtype(jax.default_backend(), native=native.usable(config.backend))
-    params = load_params(files, spec, jnp.dtype(dtype))
+    params = load_params(files, spec, jnp.dtype(dtype), progress=progress)
     if config.quantization is not None:
         params = quantize(params)
     return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer, sampling_defaults=defaults)
@@ -89,13 +90,14 @@ def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat1
     return "bfloat16" if cpuinfo.is_file() and "avx512_bf16" in cpuinfo.read_text().split() else "float32"
 
 
-def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype) -> Params:
+def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype, *, progress: bool = False) -> Params:
     """Read the weights into a nested dict of arrays on the default device, one parameter at a time.
 
     Arguments:
         files: where they are.
         spec: what must be there.
         dtype: dtype of the result; norm scales are float32 whatever it is.
+        progress: show a bar, after a second.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing or has the wrong shape.
@@ -107,7 +109,7 @@ def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype) -> Params:
     source = SafetensorsSource(files.directory)
     params: Params = {}
     used = set()
-    for parameter in families.parameters(spec):
+    for parameter in tqdm(families.parameters(spec), desc="loading", unit="array", delay=1, disable=not progress):
         array = _assemble(parameter, source, dtype)
         families.insert(params, parameter.path, jax.device_put(array))
         used |= {tensor.name for tensor in parameter.sources}

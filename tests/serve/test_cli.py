@@ -119,3 +119,110 @@ def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert len(text.splitlines()) < 60
     assert max(map(len, text.splitlines())) < 100
+
+
+FILES = {
+    "c.yaml": "port: 9\nmax_model_len: 50\nserved-model-name: [a, b]\nenable-prefix-caching: false\nseed: null\n",
+    "c.json": '{"port": 9, "max-model-len": 50, "served_model_name": ["a", "b"], "no-enable-prefix-caching": true}',
+    "c.toml": 'port = 9\nmax-model-len = 50\nserved-model-name = ["a", "b"]\nenable_prefix_caching = false\n',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_config_file_says_what_flags_say(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(FILES[name])
+    config, options = parse(["--config", str(tmp_path / name)], {})
+    assert (options.port, options.served_model_names) == (9, ("a", "b"))
+    assert config == EngineConfig(max_model_len=50, enable_prefix_caching=False)
+
+
+def test_the_command_line_goes_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("port: 1\nhost: a\nseed: 1\npreset: tgi\ndeterministic: true\n")
+    environment = {"JAXCB_CONFIG": str(file), "JAXCB_PORT": "2", "JAXCB_HOST": "b", "JAXCB_CACHE": "/x"}
+    config, options = parse(["--port", "3"], environment)
+    assert (options.port, options.host, config.seed) == (3, "b", 1)
+    assert config.deterministic and config.waiting_served_ratio > 0, "of the preset"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"JAXCB_API_KEY": "-k"}, ("api_key", "-k")),
+        ({"JAXCB_ADMIN_API_KEY": "a"}, ("admin_api_key", "a")),
+        ({"JAXCB_SERVED_MODEL_NAME": "a b"}, ("served_model_names", ("a", "b"))),
+        ({"JAXCB_ALLOWED_ORIGINS": '["https://x", "*"]'.replace(" ", "")}, ("allowed_origins", ("https://x", "*"))),
+        ({"JAXCB_MODEL": "m"}, ("model", "m")),
+        ({"JAXCB_DETERMINISTIC": "1"}, ("deterministic", True)),
+        ({"JAXCB_DETERMINISTIC": "off"}, ("deterministic", False)),
+        ({"JAXCB_ENABLE_PREFIX_CACHING": "no"}, ("enable_prefix_caching", False)),
+        ({"JAXCB_NO_ENABLE_PREFIX_CACHING": "no"}, ("enable_prefix_caching", True)),
+        ({"JAXCB_KV_CACHE_MEMORY_BYTES": "1k"}, ("kv_cache_memory_bytes", 1000)),
+    ],
+)
+def test_every_flag_has_a_variable(environment: dict[str, str], expected: tuple[str, object]) -> None:
+    config, options = parse([], environment)
+    name, value = expected
+    assert getattr(options if hasattr(options, name) else config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port", "map flags"),
+        ("- port", "map flags"),
+        ("porto: 1", "--porto"),
+        ("config: x", "--config"),
+        ("port: [1]", "one value"),
+        ("deterministic: 1", "true or false"),
+        ("{", "can't read"),
+    ],
+)
+def test_a_config_file_that_can_not_work_is_a_config_error(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        parse(["--config", str(file)], {})
+
+
+@pytest.mark.parametrize("file", ["/no/such.yaml", "/no/such.ini"])
+def test_a_config_file_must_be_there_and_of_a_known_kind(file: str) -> None:
+    with pytest.raises(ConfigError, match=file):
+        parse(["--config", file], {})
+
+
+def test_variables_that_can_not_be_read_are_named() -> None:
+    with pytest.raises(ConfigError, match="JAXCB_DETERMINISTIC"):
+        parse([], {"JAXCB_DETERMINISTIC": "perhaps"})
+
+
+def test_the_model_may_stand_alone() -> None:
+    assert parse(["m", "--port", "1"], {"JAXCB_SERVED_MODEL_NAME": "a"})[0].model == "m"
+    with pytest.raises(ConfigError, match="twice"):
+        parse(["m", "--model", "n"], {})
+
+
+def test_more_of_vllms_flags_work() -> None:
+    flags = (
+        "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 --enable-prefix-caching "
+        "--async-scheduling --kv-cache-dtype auto --scheduling-policy priority --logprobs-mode processed_logprobs "
+        "--allowed-origins *"
+    )
+    config, options = parse(flags.split(), {})
+    assert config == EngineConfig(policy="priority", logprobs_mode="processed")
+    assert (options.tool_call_parser, options.reasoning_parser, options.allowed_origins) == ("hermes", "qwen3", ("*",))
+    assert parse(["--chat-template", "{{ messages }}"], {})[1].chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "param"),
+    [
+        ("--admin-api-key a --api-key a", "admin_api_key"),
+        ("--kv-cache-dtype bfloat16 --dtype float32", "kv_cache_dtype"),
+        ("--allowed-origins [x", "allowed_origins"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_config_errors(flags: str, param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(flags.split(), {})
+    assert caught.value.param == param

@@ -53,7 +53,7 @@ def test_the_banner_holds_the_facts_and_a_curl_that_works() -> None:
         for fact in (
             "mine",
             "6.00 GB in float32",
-            "64 pages of 16 tokens: 1024 tokens",
+            "64 pages of 16 tokens: 1,024 tokens",
             "128 tokens a sequence",
             "decode 1, 4, 8",
         ):
