@@ -624,6 +624,8 @@ class Engine:
                 for child, parent in item.children:
                     self._core.fork(child, parent)
         except RequestError as error:
+            for request in requests:  # of several forks some may be in
+                self._core.finish(request.request_id, FinishReason.ERROR)
             self._text.put(
                 [TextEvent(choice.request_id, None, FinishReason.ERROR, error=str(error)) for choice in requests]
             )

@@ -10,7 +10,8 @@ prompts go first, but none more than ten seconds before its turn:
     EngineConfig(policy=short_prompts_first)
 
 It is called once, when the sequence is queued, so a queue of any length costs nothing a step. Preempted sequences stand
-before all others and keep their order.
+before all others and keep their order. A key is a number or a tuple of numbers; a request for which the function
+raises, or returns anything else, is refused with an error that says so, and the others go on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
+
+from jaxcb.errors import RequestError
+from jaxcb.validation import shown
 
 if TYPE_CHECKING:
     from jaxcb.scheduler.sequence import Sequence
@@ -86,4 +91,24 @@ POLICIES: Mapping[str, Policy] = {
 
 def policy_of(policy: str | Key) -> Policy:
     """A built-in policy by name, or one around a function of the user's."""
-    return POLICIES[policy] if isinstance(policy, str) else Policy(policy)
+    return POLICIES[policy] if isinstance(policy, str) else Policy(_checked(policy))
+
+
+def _checked(function: Key) -> Key:
+    """A key of the user's: what goes wrong in it is an error of the request alone, and any two keys can be compared."""
+
+    def key(sequence: Sequence, view: View) -> tuple[Any, ...]:
+        try:
+            found = function(sequence, view)
+        except Exception as error:
+            raise RequestError(
+                f"the policy function raised {type(error).__name__} for this request: {error}", param="policy"
+            ) from error
+        numbers = found if isinstance(found, tuple) else (found,)
+        if not all(isinstance(number, Real) and number == number for number in numbers):  # NaN equals nothing
+            raise RequestError(
+                f"the policy function must return a number or a tuple of numbers, got {shown(found)}", param="policy"
+            )
+        return numbers
+
+    return key

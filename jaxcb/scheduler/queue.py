@@ -40,8 +40,12 @@ class WaitingQueue:
         return self._by_age.get(request_id)
 
     def add(self, sequence: Sequence, *, held_back: bool = False) -> None:
-        """Queue a newcomer. One that is held back isn't offered before :meth:`let_go`."""
-        sequence.rank = self._rank(sequence, resumed=False)
+        """Queue a newcomer. One that is held back isn't offered before :meth:`let_go`.
+
+        Raises:
+            RequestError: a policy or a predictor of the user's fails for it; it isn't queued.
+        """
+        sequence.rank = True, 0 if self._policy.looks_at else self._key_of(sequence), sequence.ticket
         self._by_age[sequence.request.request_id] = sequence
         if held_back:
             self._held_back.add(sequence)
@@ -56,7 +60,8 @@ class WaitingQueue:
 
     def requeue(self, sequence: Sequence) -> None:
         """Take back a preempted sequence: no newcomer of its class overtakes it."""
-        sequence.rank = self._rank(sequence, resumed=True)
+        _, key, ticket = sequence.rank
+        sequence.rank = not self._policy.resumes_first, key, ticket
         self._by_age[sequence.request.request_id] = sequence
         self._by_age.move_to_end(sequence.request.request_id, last=False)
         self._push(sequence)
@@ -110,10 +115,6 @@ class WaitingQueue:
 
     def _push(self, sequence: Sequence) -> None:
         heapq.heappush(self._heap, (sequence.rank, sequence))
-
-    def _rank(self, sequence: Sequence, *, resumed: bool) -> tuple[Any, ...]:
-        newcomer = not (resumed and self._policy.resumes_first)
-        return newcomer, 0 if self._policy.looks_at else self._key_of(sequence), sequence.ticket
 
     def _is_here(self, rank: tuple[Any, ...], sequence: Sequence) -> bool:
         return self._by_age.get(sequence.request.request_id) is sequence and sequence.rank is rank

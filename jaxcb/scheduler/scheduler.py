@@ -91,7 +91,8 @@ class Scheduler:
         pages of what their tokens begin with alike, and the page in which they part is copied.
 
         Raises:
-            RequestError: it can never run, its id is in use, or there is no such parent. Nothing is kept of it.
+            RequestError: it can never run, its id is in use, there is no such parent, or a policy or a predictor of the
+                user's fails for it. Nothing is kept of it.
         """
         self.check_request(request)
         self.roster.check_id(request.request_id)
@@ -104,7 +105,8 @@ class Scheduler:
         """Queue several answers to one prompt (n > 1). The first computes it, the others fork from that.
 
         Raises:
-            RequestError: one of them can never run, or they are more than can run together. Nothing is kept of any.
+            RequestError: as for :meth:`add`, of one of them, or they are more than can run together. Nothing is kept
+                of any.
         """
         if len(requests) > self.limits.max_num_seqs:
             raise RequestError(
@@ -115,10 +117,16 @@ class Scheduler:
             self.roster.check_id(request.request_id)
         if len({request.request_id for request in requests}) < len(requests):
             raise RequestError("the choices of a request need different ids", param="request_id")
-        first = self.roster.queue_up(requests[0], None, held_back=False)
-        others = [self.roster.queue_up(request, first, held_back=True) for request in requests[1:]]
-        first.followers = others
-        return [first, *others]
+        queued: list[Sequence] = []
+        try:
+            for request in requests:
+                queued.append(self.roster.queue_up(request, queued[0] if queued else None, held_back=bool(queued)))
+        except RequestError:
+            for sequence in queued:
+                self.roster.waiting.remove(sequence)
+            raise
+        queued[0].followers = queued[1:]
+        return queued
 
     def finish(self, request_id: str, reason: FinishReason) -> Sequence | None:
         """End a request from outside (an abort, a stop string). Returns its sequence, None if it isn't here."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
+from numbers import Real
 
+from jaxcb.errors import RequestError
 from jaxcb.paging import PrefixCache
 from jaxcb.request import Request
 from jaxcb.scheduler.knobs import SchedulerLimits
 from jaxcb.scheduler.sequence import Sequence
+from jaxcb.validation import shown
 
 
 class View:
@@ -24,12 +28,16 @@ class View:
         return self._limits.priority_ageing_s
 
     def predicted_tokens(self, sequence: Sequence) -> float:
-        """Length of the sequence's answer by ``length_predictor``, at most its ``max_tokens``."""
+        """Length of the sequence's answer by ``length_predictor``, at most its ``max_tokens``.
+
+        Raises:
+            RequestError: a predictor of the user's raises, or returns what is no number.
+        """
         predictor, request = self._limits.length_predictor, sequence.request
         most = sequence.max_total_tokens - sequence.num_prompt_tokens
         if predictor == "max_tokens":
             return most
-        return min(self._observed(request) if predictor == "observed" else predictor(request), most)
+        return min(self._observed(request) if predictor == "observed" else _predicted(predictor, request), most)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that the prefix cache would give the sequence now. Looked up again when the cache has changed."""
@@ -55,6 +63,18 @@ class View:
     def has_finished(self, sequence: Sequence) -> None:
         """By itself, so that its length says something."""
         self._observed.learn(sequence.num_prompt_tokens, sequence.num_generated)
+
+
+def _predicted(predictor: Callable[[Request], float], request: Request) -> float:
+    try:
+        found = predictor(request)
+    except Exception as error:
+        raise RequestError(
+            f"the length predictor raised {type(error).__name__} for this request: {error}", param="length_predictor"
+        ) from error
+    if not isinstance(found, Real) or math.isnan(found):
+        raise RequestError(f"the length predictor must return a number, got {shown(found)}", param="length_predictor")
+    return float(found)
 
 
 class TenantClock:

@@ -59,7 +59,7 @@ def backend() -> Backend | None:
 
 
 @contextlib.contextmanager
-def _engines(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
+def engines_over(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
     """Engines over the small model, with few buckets so that they compile fast; shut down at the end."""
     engines: list[Engine] = []
 
@@ -88,14 +88,14 @@ def _engines(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> I
 
 @pytest.fixture
 def make_engine(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
-    with _engines(params, tokenizer, backend) as make:
+    with engines_over(params, tokenizer, backend) as make:
         yield make
 
 
 @pytest.fixture(scope="module")
 def make_engines(params: Params, tokenizer: Tokenizer, backend: Backend | None) -> Iterator[MakeEngine]:
     """Engines that the tests of a module share: one for each set of changes."""
-    with _engines(params, tokenizer, backend) as make:
+    with engines_over(params, tokenizer, backend) as make:
         known: dict[tuple[tuple[str, object], ...], Engine] = {}
 
         def shared(**changes: object) -> Engine:

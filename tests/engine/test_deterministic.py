@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxcb.config import Backend
+from jaxcb.models.decoder import Params
 from jaxcb.request import RequestOutput, SamplingParams
-from tests.engine.conftest import SPEC
+from tests.engine.conftest import SPEC, engines_over
 from tests.engine.run import complete, prompts_that_share_beginnings
 
 pytestmark = pytest.mark.xdist_group("deterministic")  # the engines of this file are shared by its tests
@@ -69,6 +72,11 @@ def run(engine, indices: Sequence[int]) -> dict[int, tuple[object, ...]]:
     return {i: bits(output) for i, output in zip(indices, outputs, strict=True)}
 
 
+def in_dtype(params: Params, dtype: str) -> Params:
+    """As a load gives them: scales and biases stay float32."""
+    return jax.tree.map(lambda x: x if x.ndim == 1 else x.astype(jnp.dtype(dtype)), params)
+
+
 @pytest.fixture(scope="module")
 def alone(make_engines) -> dict[int, tuple[object, ...]]:
     engine = make_engines(**ALONE)
@@ -104,3 +112,15 @@ def test_small_chunks_and_preemption(changes, make_engines, alone):
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.swaps == (stats.preemptions if changes["preemption"] == "swap" else 0)
+
+
+@pytest.mark.native
+def test_bfloat16_weights_and_pages(params, tokenizer):
+    """The short form: half of the requests, and of the crossings the tightest. tests/gpu has all of them."""
+    some = range(NUM_REQUESTS // 2)
+    with engines_over(in_dtype(params, "bfloat16"), tokenizer, "native") as make:
+        one = make(**ALONE, dtype="bfloat16")
+        alone = {i: run(one, [i])[i] for i in some}
+        tight = make(**TIGHT, dtype="bfloat16", max_chunk_tokens=33)
+        assert run(tight, some) == alone
+        assert tight.stats().preemptions > 0 and tight.stats().prompt_tokens_cached > 0

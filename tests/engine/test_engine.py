@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import threading
 import time
+from collections.abc import Sequence
+from itertools import accumulate
 
 import jax
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.request import FinishReason, Request, SamplingParams
+from jaxcb.text.detokenizer import Detokenizer
 from tests.engine.run import complete
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -83,7 +88,16 @@ def test_stream_pieces_concatenate_to_the_whole(engine):
     assert last.first_token_s <= last.finished_s
 
 
+def completed(engine: Engine, token_ids: Sequence[int], stop: str, at: int) -> int:
+    """Tokens after which the text holds ``stop`` at ``at`` in full."""
+    detokenizer = Detokenizer(engine.tokenizer, [], skip_special_tokens=True)
+    lengths = accumulate(len(detokenizer.add([token])) for token in token_ids)
+    return next(count for count, length in enumerate(lengths, start=1) if length >= at + len(stop))
+
+
 def test_a_stop_string_ends_the_text_before_it_and_frees_the_pages(engine):
+    """text-generation-inference#1039, omlx#2386: a stop string was only found where a token ended with it. Of the
+    tokens, the one that completes it is the last that counts."""
     whole = complete(engine, [(5, 6, 7)], LONG)[0].text
     stop = whole[10:14]
     at = whole.index(stop)
@@ -94,7 +108,7 @@ def test_a_stop_string_ends_the_text_before_it_and_frees_the_pages(engine):
         outputs = list(engine.submit(request("a", sampling)))
         assert outputs[-1].text == text == "".join(output.new_text for output in outputs)
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, stop)
-        assert len(outputs[-1].token_ids) < 60
+        assert len(outputs[-1].token_ids) == completed(engine, outputs[-1].token_ids, stop, at)
         wait_until(lambda: is_idle(engine))
 
 
@@ -105,6 +119,38 @@ def test_a_stop_string_is_passed_by_before_min_tokens(engine):
     output = complete(engine, [(5, 6, 7)], sampling)[0]
     assert len(output.token_ids) >= 30
     assert whole.text.startswith(output.text) and stop in output.text
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_that_came_too_early_stays_and_the_next_one_ends_the_text(engine, include):
+    """vllm#21987, TensorRT-LLM#4776: a stop string ended the answer before ``min_tokens`` were there."""
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    [whole] = complete(engine, [(5, 6, 7)], greedy)
+    text, count = whole.text, functools.partial(completed, engine, whole.token_ids)
+    for stop in sorted(set(text)):
+        places = [i for i, char in enumerate(text) if char == stop]
+        late = [place for place in places if count(stop, place) >= 20]
+        if count(stop, places[0]) < 10 and (not late or count(stop, late[0]) > 20):
+            break
+    else:
+        pytest.fail("no character of the text does for this test")
+    held = dataclasses.replace(greedy, min_tokens=20, stop=stop, include_stop_str_in_output=include)
+    outputs = list(engine.submit(request("a", held)))
+    last = outputs[-1]
+    assert last.text == "".join(output.new_text for output in outputs)
+    assert last.text == (text[: late[0] + include] if late else text)
+    assert len(last.token_ids) == (count(stop, late[0]) if late else 60)
+    assert last.finish_reason is (FinishReason.STOP if late else FinishReason.LENGTH)
+
+
+def test_a_stop_token_that_is_forced_comes_as_soon_as_it_may(engine):
+    """vllm#21987, with the end token in place of a string."""
+    for min_tokens in (0, 1, 5):
+        sampling = SamplingParams(
+            temperature=0, max_tokens=30, min_tokens=min_tokens, stop_token_ids=(77,), logit_bias={77: 100}
+        )
+        [output] = complete(engine, [(5, 6, 7)], sampling)
+        assert len(output.token_ids) == min_tokens + 1 and output.token_ids[-1] == output.stop_reason == 77
 
 
 def test_a_stop_token_ends_the_sequence_and_has_no_text(engine):
@@ -152,6 +198,8 @@ def test_seeds_reproduce_and_their_absence_varies(engine):
 
 
 def test_nothing_compiles_once_the_engine_is_ready(engine):
+    """tpu-inference#1967, #180, sglang-jax#234: the first request of some shape, or with some option, compiled for
+    seconds. Everything else that the tests do with engines is under the compile guard (``tests/conftest.py``)."""
     compiled: list[str] = []
 
     def listen(event: str, duration: float, **_: object) -> None:
@@ -165,11 +213,16 @@ def test_nothing_compiles_once_the_engine_is_ready(engine):
             SamplingParams(temperature=0.7, max_tokens=20, seed=1),
             SamplingParams(top_k=5, top_p=0.5, max_tokens=9, min_tokens=4, stop="x"),
             SamplingParams(max_tokens=70, ignore_eos=True),
+            SamplingParams(max_tokens=5, repetition_penalty=1.1, logit_bias={5: 1}, bad_words=("ab",), typical_p=0.9),
+            SamplingParams(max_tokens=5, temperature=0, logprobs=20, prompt_logprobs=3),
+            SamplingParams(max_tokens=3, logprobs=-1, prompt_logprobs=-1),
         ]
         prompts = [[i % 250 for i in range(length)] for length in (1, 2, 31, 33, 127, 128, 129, 257, 600)]
         for sampling in mixes:
             complete(engine, prompts, sampling)
-        complete(engine, prompts, [mixes[i % 4] for i in range(len(prompts))])
+        complete(engine, prompts * 2, [mixes[i % 7] for i in range(2 * len(prompts))])
+        for stream in engine.submit_choices(request("n", SamplingParams(n=3, max_tokens=9))):
+            list(stream)
         assert compiled == []
         jax.jit(lambda x: x * 3 + 1)(1.5).block_until_ready()
         assert compiled, "the listener hears nothing: this test can't fail"
@@ -295,6 +348,27 @@ def test_a_request_that_the_scheduler_refuses_late_ends_with_its_reason_and_harm
     monkeypatch.undo()
     assert engine.healthy
     assert complete(engine, [(5,)], SamplingParams(max_tokens=3))[0].finish_reason is not FinishReason.ERROR
+
+
+def test_a_policy_that_fails_for_a_request_harms_no_other(make_engine):
+    def key(sequence, view):
+        return {"": 1}[sequence.request.tenant]
+
+    engine = make_engine(max_num_seqs=4, policy=key)
+    running = engine.submit(request("a"))
+    next(running)
+    odd = Request(request_id="b", prompt_token_ids=[5], sampling=SamplingParams(max_tokens=3), tenant="odd")
+    several = dataclasses.replace(odd, request_id="c", sampling=SamplingParams(max_tokens=3, n=2))
+    for stream in (engine.submit(odd), *engine.submit_choices(several)):
+        [output] = list(stream)
+        assert output.finish_reason is FinishReason.ERROR
+        assert output.error == "the policy function raised KeyError for this request: 'odd'"
+    before = engine.stats().generation_tokens
+    for stream in engine.fork([running], [(request("d"), 0), (dataclasses.replace(odd, request_id="e"), 0)]):
+        assert list(stream)[-1].finish_reason is FinishReason.ERROR
+    wait_until(lambda: is_idle(engine))
+    assert engine.stats().generation_tokens < before + 300, "the fork that was taken in ends with the other"
+    assert engine.healthy and complete(engine, [(5,)], SamplingParams(max_tokens=3))[0].finished
 
 
 def test_compiling_stops_at_the_first_failure(make_engine, monkeypatch):

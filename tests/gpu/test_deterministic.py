@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine
 from tests.engine.conftest import SPEC, sensitive_params
-from tests.engine.test_deterministic import ALONE, NUM_REQUESTS, TIGHT, TOGETHER, run
+from tests.engine.test_deterministic import ALONE, NUM_REQUESTS, TIGHT, TOGETHER, in_dtype, run
 from tests.text.small_tokenizers import byte_level
 
 pytestmark = [
@@ -23,7 +22,7 @@ SMALL: dict[str, Any] = {"num_kv_pages": 400, "decode_buckets": (), "mixed_bucke
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_bits_are_those_of_the_request_alone(dtype):
-    params = jax.tree.map(lambda x: x if x.ndim == 1 else x.astype(jnp.dtype(dtype)), sensitive_params(SPEC, 3))
+    params = in_dtype(sensitive_params(SPEC, 3), dtype)
 
     def answers(one_by_one: bool = False, **changes: Any) -> tuple[dict[int, Any], Any]:
         config = EngineConfig(**SMALL | {"dtype": dtype} | changes)

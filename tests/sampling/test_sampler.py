@@ -85,6 +85,13 @@ def test_top_k_of_one_is_greedy_and_top_p_near_zero_keeps_one_token():
         np.testing.assert_array_equal(draw(logits, top_p=top_p, position=np.arange(64)), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("top_k", [-1, V, V + 1, 2**31 - 1])
+def test_a_top_k_of_minus_one_or_of_all_tokens_keeps_all(top_k):
+    logits, rows = random_logits(S=64), np.arange(64)
+    np.testing.assert_array_equal(draw(logits, top_k=top_k, position=rows), draw(logits, position=rows))
+    assert (draw(logits, top_k=2, position=rows) != draw(logits, position=rows)).any()
+
+
 @pytest.mark.parametrize("vocabulary", [100, 128, 300])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),

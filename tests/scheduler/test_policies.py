@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxcb.config import EngineConfig
-from jaxcb.errors import ConfigError
+from jaxcb.errors import ConfigError, RequestError
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler.view import LengthPredictor, TenantClock, View
 from tests.scheduler.fake_device import Driver, answer_alone, driver
@@ -219,6 +219,66 @@ def test_a_policy_is_a_function(source):
     d.run()
     assert order_of(d) == "bac"
     assert EngineConfig(policy=policy).policy is policy
+
+
+def raises(*_: object) -> float:
+    raise KeyError("tier")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (raises, "raised KeyError for this request: 'tier'"),
+        (lambda *_: None, "must return a number.* got None"),
+        (lambda *_: "high", "must return a number.* got 'high'"),
+        (lambda *_: (1, math.nan), r"must return a number.* got \(1, nan\)"),
+        (lambda *_: [1], r"must return a number.* got \[1\]"),
+    ],
+)
+@pytest.mark.parametrize("knob", ["policy", "length_predictor"])
+def test_where_a_function_of_ones_own_fails_its_request_is_refused_and_the_others_go_on(knob, function, reason):
+    def sometimes(what: object, *view: object) -> float:
+        request = what.request if view else what
+        return function(what, *view) if request.tenant == "odd" else 1.0
+
+    d = driver(**{"policy": "sjf", knob: sometimes})
+    d.add("a", prompt(3), answer_of(5))
+    for name in "bc":
+        with pytest.raises(RequestError, match=reason) as error:
+            d.add(name, prompt(3), answer_of(5), tenant="odd")
+        assert error.value.param == knob
+    d.add("b", prompt(3), answer_of(5))
+    d.run()
+    assert set(d.finished) == {"a", "b"}
+    d.scheduler.check()
+
+
+def test_where_a_policy_fails_for_one_of_several_answers_none_is_kept():
+    d = driver(policy=lambda sequence, view: 1 // (2 - sequence.ticket))
+    requests = [Request(request_id=f"{i}", prompt_token_ids=[1, 2], sampling=answer_of(2)) for i in range(4)]
+    with pytest.raises(RequestError, match="ZeroDivisionError"):
+        d.scheduler.add_choices(requests)
+    assert not d.scheduler.has_requests
+    d.scheduler.add_choices(requests[:3])
+    assert d.scheduler.num_waiting == 3
+
+
+def test_keys_of_different_lengths_and_kinds_can_be_compared():
+    keys = {"a": (2, 1.5), "b": 2, "c": (True, 9), "d": 0.5}
+    d = driver(max_num_seqs=1, policy=lambda sequence, view: keys[sequence.request.request_id])
+    for name in keys:
+        d.add(name, prompt(3), ONE)
+    d.run()
+    assert order_of(d) == "dcba"
+
+
+def test_a_preempted_sequence_keeps_the_key_of_its_queueing():
+    asked = []
+    d = driver(max_num_seqs=2, num_kv_pages=7, policy=lambda sequence, view: asked.append(sequence) or len(asked))
+    for name in "ab":
+        d.add(name, prompt(9, seed=ord(name)), answer_of(15))
+    d.run()
+    assert d.scheduler.counters.preemptions > 0 and len(asked) == 2
 
 
 def test_a_policy_that_would_starve_someone_is_overruled():
