@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import numpy as np
@@ -97,22 +98,24 @@ def test_one_of_a_burst_with_a_common_beginning_leaves_and_the_others_answer_the
     common = ordinary(160, 7)
     prompts = [[*common, i, i + 1, i + 2] for i in range(8)]
     plain = make_engines(enable_prefix_caching=False, max_num_batched_tokens=budget)
-    wanted = [output.token_ids for output in complete(plain, prompts, exactly(12))]
+    scored = dataclasses.replace(exactly(12), logprobs=1)
+    alone = [complete(plain, [prompt], scored)[0] for prompt in prompts]
+    wanted = [output.token_ids for output in alone]
     engine = make_engines(max_num_batched_tokens=budget)
     for leaving in (0, 3):
         streams = [
             engine.submit(
-                Request(
-                    request_id=f"{i}", prompt_token_ids=prompt, sampling=exactly(12), cache_salt=f"{leaving} leaves"
-                )
+                Request(request_id=f"{i}", prompt_token_ids=prompt, sampling=scored, cache_salt=f"{leaving} leaves")
             )
             for i, prompt in enumerate(prompts)
         ]
         streams[leaving].abort()
         last = [list(stream)[-1] for stream in streams]
         assert last[leaving].token_ids == wanted[leaving][: len(last[leaving].token_ids)]
-        del last[leaving]
-        assert [output.token_ids for output in last] == wanted[:leaving] + wanted[leaving + 1 :]
+        for i, output in enumerate(last):
+            if i != leaving:
+                assert output.token_ids == wanted[i]
+                np.testing.assert_allclose(output.logprobs.logprobs, alone[i].logprobs.logprobs, atol=1e-3)
         until_idle(engine)
 
 

@@ -36,7 +36,7 @@ def make(tokenizer):
     def engine_over(name: str, **changes: Any) -> Engine:
         key = (name, *sorted(changes.items()))
         if key not in engines:
-            spec, params = load(GOLDEN / "tiny" / name, "float32")
+            spec, params = load(GOLDEN / "tiny" / name, changes.get("dtype", "float32"))
             engines[key] = engine = Engine(name, spec, params, tokenizer, EngineConfig(**SHAPE | changes))
             engine.compile(progress=False)
             engine.run()
@@ -93,9 +93,10 @@ def test_prompts_are_scored_right_in_chunks_and_beside_neighbours(make, name):
             np.testing.assert_array_equal(scores.top_ids[:, 0], expected[: length - 1].argmax(-1))
 
 
-def test_tiny_temperatures_are_greedy_with_and_without_a_bias(make):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tiny_temperatures_are_greedy_with_and_without_a_bias(make, dtype):
     """vllm#2937, #1623: a tiny temperature overflowed beside a bias. The margins here are far above 1e-3."""
-    engine = make("llama", num_kv_pages=40)
+    engine = make("llama", num_kv_pages=40) if dtype == "float32" else make("llama", num_kv_pages=40, dtype=dtype)
     for bias in (None, {104: -100.0}):
         params = [
             SamplingParams(temperature=temperature, top_p=0.9, seed=1, max_tokens=24, ignore_eos=True, logit_bias=bias)
