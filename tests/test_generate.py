@@ -97,6 +97,7 @@ def test_a_bad_prompt_has_an_error_in_its_place_and_the_others_their_answers(eng
     ],
 )
 def test_where_no_prompt_is_possible_the_first_one_s_error_is_raised(engine, prompts, message):
+    """vllm#7283: a prompt without tokens stopped the engine."""
     with pytest.raises(RequestError, match=message):
         generate(prompts, GREEDY, engine=engine, progress=False)
     assert engine.stats().steps == 0

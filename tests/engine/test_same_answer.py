@@ -118,7 +118,7 @@ def test_tiny_temperatures_are_greedy_beside_a_hot_neighbour(prompts, alone, mak
 
 
 def test_a_window_holds_across_chunks_and_prefix_hits(tokenizer, backend):
-    """vllm#4057: with split prefill or prefix reuse, tokens saw further back than the window."""
+    """vllm#4057, executorch#21857: with split prefill or prefix reuse, tokens saw further back than the window."""
     from dataclasses import replace
 
     from jaxcb.config import EngineConfig

@@ -53,8 +53,9 @@ def penalised() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def test_penalties_count_what_transformers_and_openai_count(make):
-    """vllm-metal#69, TensorRT-LLM#5623: the prompt was charged for presence and frequency, or the repetition penalty
-    forgot it on the first step. Alone, in one burst, on prefix hits, and preempted in a tight pool."""
+    """vllm-metal#69, TensorRT-LLM#5623, vmlx-swift#294: the prompt was charged for presence and frequency, or the
+    repetition penalty forgot it on the first step. Alone, in one burst, on prefix hits, and preempted in a tight
+    pool."""
     wanted = [case["answer"] for case in PENALTIES]
     prompts, params = penalised()
     engine = make("llama", num_kv_pages=40)

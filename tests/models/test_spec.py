@@ -55,6 +55,7 @@ def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
     ],
 )
 def test_windows_are_those_of_transformers(config, windows):
+    """vllm#3377: a config that carries a window and switches it off was taken for a windowed one."""
     assert spec(**config).windows == windows
 
 

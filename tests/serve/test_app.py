@@ -44,6 +44,8 @@ def test_json_content_types_are_accepted(client: TestClient, path: str, content_
     [(None, 415), ("text/plain", 415), ("application/x-www-form-urlencoded", 400), ("multipart/form-data", 400)],
 )
 def test_other_content_types_are_refused(client: TestClient, path: str, content_type: str | None, status: int) -> None:
+    """vllm#11171, sglang#7035, tt-inference-server#2771: a missing content type was a 500, any model name was accepted,
+    and errors came in several shapes. The tests below go on with the same."""
     headers = {} if content_type is None else {"content-type": content_type}
     error = error_of(client.post(path, content=GOOD[path], headers=headers), status)
     assert "application/json" in error["message"]

@@ -127,6 +127,7 @@ def test_64_streams_of_the_openai_client_at_once(server: ServerProcess, http: ht
 
 
 def test_the_context_limit_to_the_token(http: httpx.Client) -> None:
+    """lm-evaluation-harness#2880, vllm#33418: off by one at the limit, and refusals that quoted another one."""
     one = complete(http, ordinary_ids(LIMIT - 1), max_tokens=1)
     assert (one["completion_tokens"], one["finish_reason"]) == (1, "length")
     ten = complete(http, ordinary_ids(LIMIT - 10), max_tokens=10)
@@ -143,6 +144,7 @@ def test_the_context_limit_to_the_token(http: httpx.Client) -> None:
 
 
 def test_prompts_without_tokens_harm_nobody(http: httpx.Client) -> None:
+    """vllm#7283, #7632: a prompt that tokenizes to nothing stopped the engine."""
     body = {"prompt": "neighbour", "max_tokens": 100, "stream": True, **GREEDY}
     with http.stream("POST", "/v1/completions", json=body) as neighbour:
         for prompt in ("", [], [""], [[]], ["ok", ""], [[5, 6], []], None):
@@ -195,6 +197,8 @@ def four_ways(client: httpx.Client, prompt: str, **fields: Any) -> list[tuple[st
 
 
 def test_stop_strings_cut_the_text_at_the_same_place_on_every_path(http: httpx.Client) -> None:
+    """text-generation-inference#1039, omlx#2386, vllm#3672, #57052: a stop string was only found at a token's edge,
+    part of one of two that overlap stayed in the text, and ``include_stop_str_in_output`` was ignored on one path."""
     [(full, reason, count)] = set(four_ways(http, "tell me", max_tokens=40))
     assert (reason, count) == ("length", 40)
     stop, start = full[5:8], full.index(full[5:8])
@@ -223,6 +227,7 @@ def test_a_seed_repeats_its_answer(http: httpx.Client) -> None:
 
 
 def test_min_tokens_hold_back_stop_ids_and_stop_strings(http: httpx.Client) -> None:
+    """vllm#21987, TensorRT-LLM#4776: a stop string ended the answer before ``min_tokens`` were there."""
     full = complete(http, "abc", max_tokens=40)["text"]
     held = complete(http, "abc", max_tokens=40, min_tokens=10, stop=list(full[:3]))
     assert held["completion_tokens"] >= 10
@@ -273,6 +278,8 @@ async def open_streams(url: str, count: int) -> AsyncIterator[None]:
 
 
 def test_clients_that_all_leave_at_once_leave_nothing_behind(server: ServerProcess, http: httpx.Client) -> None:
+    """vllm#29928, #22545, #31503: the gauges kept their last values when all clients had left, and no counter saw the
+    aborts."""
     before = metrics(http)
 
     async def scenario() -> None:
@@ -302,6 +309,8 @@ def test_token_counters_are_the_sums_of_usage(http: httpx.Client) -> None:
 
 
 def test_a_burst_beyond_the_queue_is_answered_to_the_last_request(server: ServerProcess, http: httpx.Client) -> None:
+    """sglang#33858, vllm#49445, #32193, text-generation-inference#439: the queue grew without bound, requests got no
+    answer once it had overflowed, or the burst killed the engine."""
     alone = complete(http, "burst", max_tokens=60)["text"]
 
     async def one(client: httpx.AsyncClient, index: int) -> tuple[int, str]:

@@ -25,6 +25,7 @@ def test_golden_chats_render_to_the_golden_prompts(builtin_model, golden):
 @pytest.mark.parametrize("eos", [False, True])
 @pytest.mark.parametrize("messages", [[USER], [USER, ANSWER, USER], [{"role": "user", "content": ""}]])
 def test_ids_equal_those_of_transformers_with_one_bos_and_no_eos_at_the_end(tmp_path, backend, eos, messages):
+    """vllm#2012, #27515, llama-cpp-python#1439: template and tokenizer both added the start token."""
     from transformers import PreTrainedTokenizerFast
 
     path = write_dir(tmp_path, with_bos_and_eos(backend(), eos=eos))

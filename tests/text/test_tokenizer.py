@@ -30,6 +30,7 @@ def assert_same_as_transformers(path):
 @pytest.mark.parametrize("make", [byte_level_backend, byte_fallback_backend])
 @pytest.mark.parametrize("eos", [False, True])
 def test_ids_equal_those_of_transformers(tmp_path, make, eos):
+    """llama-cpp-python#1439: plain text, with a start token and an end token or without."""
     assert_same_as_transformers(write_dir(tmp_path, with_bos_and_eos(make(), eos=eos)))
 
 
