@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxcb.config import EngineConfig
+from jaxcb.engine import sizing
 from jaxcb.engine.sizing import limits_of, resolve_config
 from jaxcb.errors import ConfigError
 from jaxcb.sizing import (
@@ -12,6 +13,7 @@ from jaxcb.sizing import (
     batch_limits,
     decode_sizes,
     fills_exactly,
+    logprobs_bytes,
     mixed_sizes,
 )
 from tests.engine.conftest import SPEC
@@ -51,3 +53,16 @@ def test_an_engine_with_default_settings_has_at_most_16_forward_programs(on_cpu)
     assert max(decode) < batch.num_seqs and max(mixed) < batch.num_tokens
     assert set(decode) <= {*CPU_DECODE_BUCKETS, *GPU_DECODE_BUCKETS}
     assert set(mixed) <= {*CPU_MIXED_BUCKETS, *GPU_MIXED_BUCKETS}
+
+
+def test_on_a_gpu_the_cache_takes_what_log_probabilities_leave(monkeypatch):
+    monkeypatch.setattr(sizing, "_free_gpu_bytes", lambda utilization: int(1e9 * utilization))
+
+    def pages(**rows: int) -> int:
+        config = EngineConfig(gpu_memory_utilization=0.5)
+        return sizing._num_pages(config, 1000, 10**9, on_cpu=False, **rows)
+
+    assert pages(vocab_size=1000, num_seqs=16) == (500_000_000 - logprobs_bytes(1000, 16)) // 1000
+    assert pages(vocab_size=50_000, num_seqs=256) < pages(vocab_size=50_000, num_seqs=16) < 500_000
+    with pytest.raises(ConfigError, match="holds no page"):
+        pages(vocab_size=1_000_000, num_seqs=256)

@@ -10,13 +10,13 @@ from jaxcb.sim.__main__ import main
     ("mechanism", "measured"),
     [
         (mechanisms.iteration_level, 3.48),
-        (mechanisms.paged, 3.48),
+        (mechanisms.paged, 3.49),
         (mechanisms.chunked_prefill, 16.5),
         (mechanisms.disaggregation, 3.61),
         (mechanisms.early_rejection, 5.04),
         (mechanisms.prefix_aware, 1.42),
         (mechanisms.shortest_first, 4.92),
-        (mechanisms.watermark, 7.85),
+        (mechanisms.watermark, 7.21),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -92,7 +92,7 @@ def test_norm_scales_stay_float32(model):
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_every_stored_dtype_becomes_the_engines(model, stored, dtype):
-    """EasyDeL#86."""
+    """EasyDeL#86: the same weights gave another text than the reference."""
     weights = {name: value.astype(stored) for name, value in load_file(model / "model.safetensors").items()}
     save_file(weights, model / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
