@@ -69,6 +69,7 @@ def test_tokens_are_those_of_the_request_alone(crossing, prompts, alone, make_en
         assert stats.preemptions > 0
     if crossing == "all_together":
         assert sum(output.num_cached_tokens for output in outputs) == stats.prompt_tokens_cached
+        assert [output.token_ids for output in complete(engine, prompts[::-1], GREEDY)] == alone[::-1]
     assert (stats.num_running, stats.num_waiting, stats.kv_pages_used) == (0, 0, 0)
 
 
