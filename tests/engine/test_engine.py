@@ -264,6 +264,36 @@ def test_the_queue_has_a_limit_and_recovers(make_engine):
     assert complete(engine, [(1,)], SamplingParams(max_tokens=1))[0].finished
 
 
+def test_without_a_limit_a_burst_is_answered_to_the_last_request(engine):
+    """sglang#33858, text-generation-inference#439: of a burst some requests got no answer, or it killed the engine."""
+    eight = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    [alone] = complete(engine, [(5, 6, 7)], eight)
+    pairs = [request(f"two {i}", SamplingParams(n=2, seed=i, max_tokens=8, ignore_eos=True)) for i in range(20)]
+    streams = [engine.submit(request(f"one {i}", eight)) for i in range(260)]
+    twos = [engine.submit_choices(pair) for pair in pairs]
+    assert all(list(stream)[-1].token_ids == alone.token_ids for stream in streams)
+    assert all(len(list(stream)[-1].token_ids) == 8 for pair in twos for stream in pair)
+    wait_until(lambda: is_idle(engine))
+
+
+def test_every_request_is_counted_once_by_how_it_ended(engine):
+    """vllm#29928, #22545, #31503: aborted requests were counted nowhere."""
+    ends = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    assert engine.stats().finished == ends
+    few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    ending = dataclasses.replace(few, stop_token_ids=(77,), logit_bias={77: 100})
+    streams = [engine.submit(request(str(i), (few, ending, LONG)[i % 3])) for i in range(30)]
+    for stream in streams[2::3]:
+        stream.abort()
+    for name in ("0", "no prompt"):
+        with pytest.raises(RequestError):
+            engine.submit(request(name, prompt=() if name != "0" else (1.5,)))
+    for stream in streams:
+        list(stream)
+    wait_until(lambda: is_idle(engine))
+    assert engine.stats().finished == ends | {"stop": 10, "length": 10, "abort": 10}
+
+
 def test_shutdown_drains_what_it_is_given_time_for_and_aborts_the_rest(make_engine):
     engine = make_engine()
     stream = engine.submit(request("a", SamplingParams(max_tokens=20, ignore_eos=True)))
