@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
-import logging
 import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -24,18 +20,19 @@ from jaxcb.config import EngineConfig
 from jaxcb.engine import prepare, scoring
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
+from jaxcb.engine.inbox import Arrival, Forks, Inbox
+from jaxcb.engine.loop import StepLoop
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.engine.trace import EngineTrace
-from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
+from jaxcb.errors import ConfigError, QueueFullError, RequestError
 from jaxcb.grammar import Grammar, GrammarCompiler
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.request import FinishReason, Pooling, Request
-from jaxcb.scheduler import TokenEvent
 from jaxcb.step.runner import Runner
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text import Tokenizer
@@ -43,44 +40,6 @@ from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
 from jaxcb.weights.held import held_params
 from jaxcb.weights.quantize import quantize
-
-logger = logging.getLogger(__name__)
-
-
-T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Arrival:
-    """The answers of a request, and the grammar that they are held to."""
-
-    choices: list[Request]
-    grammar: Grammar | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ending:
-    key: str
-    reason: FinishReason
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """Something to do between two steps."""
-
-    function: Callable[[], Any]
-    result: Future[Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Forks:
-    """Requests to be put in the place of running ones, each with the key of the one that it goes on from."""
-
-    children: Sequence[tuple[Request, str | None]]
-    parents: Sequence[str]
-
-
-_Item = _Arrival | _Forks | _Ending | _Call
 
 
 class Engine:
@@ -142,28 +101,12 @@ class Engine:
         self._random = random.Random(self.config.seed)
         self._guard = CompileGuard()
 
-        self._wake = threading.Condition()
-        # In the order of the calls, which matters when an id is used again.
-        self._inbox: list[_Item] = []
-        self._replaced: list[str] = []
-        """Keys of sequences that end when the next plan is made; of the engine's thread alone."""
-        # Inside the engine a request goes by a key of our own: a client may use its id again at once.
-        self._keys: dict[str, list[str]] = {}
-        self._streams: dict[str, OutputStream] = {}
-        self._num_submitted = 0
-        self._accepting = True
-        self._stopping = False
-        self._paused = False
-        self._asleep = False
-        """The KV pages have no memory."""
-        self._progress_s = 0.0
-        """When a step was last done, or work came to an idle engine."""
-        self._error: str | None = None
-        self._finished: Counter[str] = Counter()
+        self._inbox = Inbox()
         self._started_s = time.monotonic()
         on_batch = None if self._trace is None else self._texted
         self._text = TextWorker(tokenizer, self._deliver, self._stop_found, on_batch)
-        self._thread = threading.Thread(target=self._run, name="jaxcb-engine", daemon=True)
+        self._loop = StepLoop(self._inbox, self._core, self._text, self._guard)
+        self._thread = threading.Thread(target=self._loop.run, name="jaxcb-engine", daemon=True)
 
     @classmethod
     def start(cls, config: EngineConfig | None = None, *, progress: bool = True) -> Engine:
@@ -221,26 +164,19 @@ class Engine:
         structured = request.sampling.structured_outputs
         grammar = None if structured is None else self._grammars.compile(structured)
         count = request.sampling.num_choices
-        with self._wake:
-            if not self._accepting:
-                raise EngineStoppedError(self._error or "the engine is shutting down")
-            if request.request_id in self._keys:
-                raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        with self._inbox.lock:
+            self._inbox.check_open(request.request_id)
             limit = self.config.max_waiting
             if limit is not None and (num_waiting := self._num_waiting()) + count > limit:
                 raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
             request = prepare.with_seed(request, self._random)
-            keys: list[str] = []
-            self._keys[request.request_id] = keys
             choices, streams = [], []
             for index in range(count):
                 choice = prepare.choice_of(request, index)
-                key, stream = self._open(choice, index, loop, grammar)
-                keys.append(key)
+                key, stream = self._open(request.request_id, choice, index, loop, grammar)
                 choices.append(dataclasses.replace(choice, request_id=key))
                 streams.append(stream)
-            self._inbox.append(_Arrival(choices, grammar))
-            self._wake.notify_all()
+            self._inbox.put(Arrival(choices, grammar))
         return streams
 
     def fork(
@@ -258,31 +194,28 @@ class Engine:
             if request.sampling.structured_outputs is not None:
                 raise RequestError("a fork can't be held to a grammar", param="structured_outputs")
         loop = None if blocking else running_loop()
-        with self._wake:
-            if not self._accepting:
-                raise EngineStoppedError(self._error or "the engine is shutting down")
-            known = [self._keys.get(parent.request.request_id, [None])[0] for parent in parents]
+        with self._inbox.lock:
+            self._inbox.check_open()
+            known = [next(iter(self._inbox.keys_of(parent.request.request_id)), None) for parent in parents]
             streams, forks = [], []
             for request, parent in children:
-                key, stream = self._open(request, 0, loop)
-                self._keys[request.request_id] = [key]
+                key, stream = self._open(request.request_id, request, 0, loop, None)
                 request = prepare.with_processor_states(request, self.config.logits_processors)
                 forks.append((dataclasses.replace(request, request_id=key), known[parent]))
                 streams.append(stream)
-            self._inbox.append(_Forks(forks, [key for key in known if key is not None]))
-            self._wake.notify_all()
+            self._inbox.put(Forks(forks, [key for key in known if key is not None]))
         return streams
 
     def _open(
-        self, choice: Request, index: int, loop: asyncio.AbstractEventLoop | None, grammar: Grammar | None = None
+        self,
+        request_id: str,
+        choice: Request,
+        index: int,
+        loop: asyncio.AbstractEventLoop | None,
+        grammar: Grammar | None,
     ) -> tuple[str, OutputStream]:
-        """A key and a stream for one answer. The caller holds the lock."""
-        self._num_submitted += 1
-        if not self._streams:
-            self._progress_s = time.monotonic()
-        key = f"{self._num_submitted}-{index}-{choice.request_id}"
-        stream = OutputStream(choice, functools.partial(self._end, key, FinishReason.ABORT), loop, index)
-        self._streams[key] = stream
+        """A key and a stream for one answer. The caller holds the inbox's lock."""
+        key, stream = self._inbox.open(request_id, choice, index, loop)
         self._text.open(key, choice, None if grammar is None else grammar.accepts)
         return key, stream
 
@@ -352,10 +285,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request. Its stream ends with ``FinishReason.ABORT``. Harmless if it has ended."""
-        with self._wake:
-            keys = list(self._keys.get(request_id, ()))
-        for key in keys:
-            self._end(key, FinishReason.ABORT)
+        for key in self._inbox.keys_of(request_id):
+            self._inbox.end(key, FinishReason.ABORT)
 
     def export_prefix(self, token_ids: Sequence[int], cache_salt: str = "") -> PrefixPages:
         """The KV of the longest cached beginning of ``token_ids``, for another engine over the same weights.
@@ -366,7 +297,7 @@ class Engine:
         """
         self._check_transfer()
         ids = validation.token_ids("token_ids", token_ids)
-        return self._between_steps(lambda: self._core.export_prefix(ids, cache_salt))
+        return self._inbox.call(lambda: self._core.export_prefix(ids, cache_salt))
 
     def import_prefix(self, prefix: PrefixPages, cache_salt: str = "") -> int:
         """Cache what another engine exported; what finds no free page is left out. Returns the tokens placed.
@@ -379,16 +310,16 @@ class Engine:
         ours, theirs = self._runner.page_shape, (prefix.pages.shape[1:], prefix.pages.dtype)
         if ours != theirs:
             raise ConfigError(f"the pages hold {theirs}, this engine's hold {ours}", param="page_size")
-        return self._between_steps(lambda: self._core.import_prefix(prefix, cache_salt))
+        return self._inbox.call(lambda: self._core.import_prefix(prefix, cache_salt))
 
     def stats(self) -> EngineStats:
         """A snapshot of gauges and totals."""
         scheduler, counters = self._scheduler, self._scheduler.counters
         now_s = time.monotonic()
-        with self._wake:
+        with self._inbox.lock:
             num_waiting = self._num_waiting()
-            stalled_s = max(0.0, now_s - self._progress_s) if self._streams and not self._paused else 0.0
-            finished = {reason.value: self._finished[reason.value] for reason in FinishReason}
+            stalled_s = self._inbox.stalled_s(now_s)
+            finished = {reason.value: self._inbox.finished[reason] for reason in FinishReason}
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=num_waiting,
@@ -414,14 +345,11 @@ class Engine:
 
     def pause(self) -> None:
         """Make no more steps until :meth:`resume`: what runs keeps its pages, what comes waits."""
-        with self._wake:
-            self._paused = True
+        self._inbox.pause()
 
     def resume(self) -> None:
         """End a pause. Harmless without one."""
-        with self._wake:
-            self._paused, self._progress_s = False, time.monotonic()
-            self._wake.notify_all()
+        self._inbox.resume()
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
         """Compute with other weights of the same model from the next step on; the arrays are shared, not copied. Every
@@ -444,13 +372,13 @@ class Engine:
 
         def swap() -> None:
             self._runner.set_params(new)
-            self._emit(self._core.drain())
+            self._loop.emit(self._core.drain())
             if running == "restart":
                 self._scheduler.restart_all()
             else:
                 self._scheduler.prefixes.reset()
 
-        self._between_steps(swap)
+        self._inbox.call(swap)
 
     def sleep(self) -> None:
         """Give the memory of the KV cache back until :meth:`wake`, to a training step, say. Requests wait meanwhile;
@@ -462,13 +390,13 @@ class Engine:
         self.pause()
 
         def drop() -> None:
-            if not self._asleep:
-                self._asleep = True
-                self._emit(self._core.drain())
+            if not self._inbox.asleep:
+                self._inbox.asleep = True
+                self._loop.emit(self._core.drain())
                 self._scheduler.restart_all()
                 self._runner.drop_pages()
 
-        self._between_steps(drop)
+        self._inbox.call(drop)
 
     def wake(self) -> None:
         """Take the memory of the KV cache again and go on. Harmless while awake.
@@ -478,11 +406,11 @@ class Engine:
         """
 
         def take() -> None:
-            if self._asleep:
+            if self._inbox.asleep:
                 self._runner.take_pages()
-                self._asleep = False
+                self._inbox.asleep = False
 
-        self._between_steps(take)
+        self._inbox.call(take)
         self.resume()
 
     def reset_prefix_cache(self) -> None:
@@ -491,21 +419,21 @@ class Engine:
         Raises:
             EngineStoppedError: the engine has stopped.
         """
-        self._between_steps(self._scheduler.cache.reset)
+        self._inbox.call(self._scheduler.cache.reset)
 
     @property
     def paused(self) -> bool:
-        return self._paused
+        return self._inbox.paused
 
     @property
     def accepting(self) -> bool:
         """False once a shutdown has begun: requests are refused."""
-        return self._accepting
+        return self._inbox.accepting
 
     @property
     def healthy(self) -> bool:
         """False once the step loop has failed or was shut down."""
-        return self._error is None and not self._stopping
+        return self._inbox.error is None and not self._inbox.stopping
 
     @property
     def max_choices(self) -> int:
@@ -521,17 +449,11 @@ class Engine:
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:
         """Refuse new requests, give the open ones up to ``drain_s`` seconds, abort the rest, end the threads."""
-        with self._wake:
-            self._accepting = False
-            self._paused = False
-            self._wake.notify_all()
-            self._wake.wait_for(lambda: not self._streams or self._error is not None, timeout=drain_s)
-            self._stopping = True
-            self._wake.notify_all()
+        self._inbox.stop(drain_s)
         if self._thread.is_alive():
             self._thread.join()
-        self._text.put([TextEvent(key, None, FinishReason.ABORT) for key in list(self._streams)])
-        self._refuse_calls("the engine is shutting down")
+        self._text.put([TextEvent(key, None, FinishReason.ABORT) for key in self._inbox.open_keys()])
+        self._inbox.refuse_calls("the engine is shutting down")
         self._text.close()
         self._grammars.close()
         for file in (self._step_log, self._trace):
@@ -548,155 +470,17 @@ class Engine:
         if not self.config.kv_transfer:
             raise ConfigError("KV can't be handed over: start the engine with kv_transfer", param="kv_transfer")
 
-    def _between_steps(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's thread, between two steps, and wait for its result."""
-        result: Future[T] = Future()
-        with self._wake:
-            if not self._accepting:
-                raise EngineStoppedError(self._error or "the engine is shutting down")
-            self._inbox.append(_Call(function, result))
-            self._wake.notify_all()
-        return result.result()
-
-    # ------------------------------------------------------------------ the engine's thread
-
-    def _run(self) -> None:
-        try:
-            with self._guard.watch():
-                while self._take_inbox():
-                    if self._resting:
-                        continue
-                    self._emit(self._core.step())
-                    self._progress_s = time.monotonic()
-                    self._end_replaced()
-                self._drop_all()
-        except BaseException as error:
-            logger.exception("the step loop failed")
-            self._fail(f"the engine failed: {type(error).__name__}: {error}")
-
-    @property
-    def _resting(self) -> bool:
-        return self._paused or self._asleep
-
-    def _drop_all(self) -> None:
-        """End what still runs and wait for the steps in flight: afterwards no page is held and the device is idle."""
-        with self._wake:
-            keys = list(self._streams)
-        endings = (self._core.finish(key, FinishReason.ABORT) for key in keys)
-        self._emit([event for event in endings if event is not None])
-        while self._core.has_work:
-            self._core.step()  # nothing is left to plan: it commits
-
-    def _take_inbox(self) -> bool:
-        """Wait for work and move what came in to the scheduler. False when it is time to stop."""
-        with self._wake:
-            self._wake.wait_for(
-                lambda: self._inbox or self._stopping or (self._core.has_work and not self._paused and not self._asleep)
-            )
-            inbox, self._inbox = self._inbox, []
-            endings = [event for item in inbox if (event := self._take(item)) is not None]
-            stopping = self._stopping
-        self._emit(endings)
-        return not stopping
-
-    def _end_replaced(self) -> None:
-        """Their forks have been admitted, or had their chance."""
-        if self._replaced:
-            endings = [self._core.finish(key, FinishReason.ABORT) for key in self._replaced]
-            self._replaced = []
-            self._emit([event for event in endings if event is not None])
-
-    def _take(self, item: _Item) -> TokenEvent | None:
-        if isinstance(item, _Ending):
-            return self._core.finish(item.key, item.reason)
-        if isinstance(item, _Call):
-            try:
-                item.result.set_result(item.function())
-            except Exception as error:
-                item.result.set_exception(error)
-            return None
-        requests = item.choices if isinstance(item, _Arrival) else [child for child, _ in item.children]
-        try:
-            if isinstance(item, _Arrival):
-                self._core.add_choices(item.choices, item.grammar)
-            else:
-                self._replaced += item.parents
-                for child, parent in item.children:
-                    self._core.fork(child, parent)
-        except RequestError as error:
-            for request in requests:  # of several forks some may be in
-                self._core.finish(request.request_id, FinishReason.ERROR)
-            self._text.put(
-                [TextEvent(choice.request_id, None, FinishReason.ERROR, error=str(error)) for choice in requests]
-            )
-        return None
-
-    def _emit(self, events: list[TokenEvent]) -> None:
-        if events:
-            self._text.put(
-                [
-                    TextEvent(
-                        event.sequence.request.request_id,
-                        event.token_id,
-                        event.finish_reason,
-                        event.stop_id,
-                        event.sequence.num_cached_tokens,
-                        event.sequence.num_preemptions,
-                        error=event.error,
-                        logprobs=event.logprobs,
-                        prompt_logprobs=event.prompt_logprobs,
-                        embedding=event.embedding,
-                    )
-                    for event in events
-                ]
-            )
-
-    def _fail(self, message: str) -> None:
-        with self._wake:
-            self._error, self._accepting = message, False
-            keys = list(self._streams)
-        self._text.put([TextEvent(key, None, FinishReason.ERROR, error=message) for key in keys])
-        self._refuse_calls(message)
-
-    def _refuse_calls(self, message: str) -> None:
-        """Those that came too late for the engine's thread."""
-        with self._wake:
-            calls = [item for item in self._inbox if isinstance(item, _Call)]
-            self._inbox.clear()
-        for call in calls:
-            call.result.set_exception(EngineStoppedError(message))
+    def _num_waiting(self) -> int:
+        return self._inbox.num_arrived() + self._scheduler.num_waiting
 
     # ------------------------------------------------------------------ the text thread
 
     def _deliver(self, updates: list[tuple[str, TextUpdate]]) -> None:
-        batch = []
-        with self._wake:
-            for key, update in updates:
-                stream = self._streams[key]
-                batch.append((stream, update))
-                if update.finish_reason is not None:
-                    self._finished[update.finish_reason.value] += 1
-                    del self._streams[key]
-                    keys = self._keys[stream.request.request_id]
-                    keys.remove(key)
-                    if not keys:
-                        del self._keys[stream.request.request_id]
-            if not self._streams:
-                self._wake.notify_all()
-        deliver(batch)
+        deliver(self._inbox.streams_of(updates))
 
     def _stop_found(self, key: str) -> None:
-        self._end(key, FinishReason.STOP)
+        self._inbox.end(key, FinishReason.STOP)
 
     def _texted(self, start_s: float, end_s: float, num_events: int) -> None:
         assert self._trace is not None
         self._trace.span("text", "text", start_s, end_s, tokens=num_events)
-
-    def _end(self, key: str, reason: FinishReason) -> None:
-        with self._wake:
-            self._inbox.append(_Ending(key, reason))
-            self._wake.notify_all()
-
-    def _num_waiting(self) -> int:
-        arrived = sum(len(item.choices) for item in self._inbox if isinstance(item, _Arrival))
-        return arrived + self._scheduler.num_waiting

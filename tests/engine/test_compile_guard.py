@@ -28,7 +28,7 @@ def test_a_compilation_while_serving_is_counted_and_logged_with_the_argument_tha
     complete(engine, [(1, 2, 3)], SamplingParams(max_tokens=2))
     assert engine.stats().compiles == 0
     with caplog.at_level(logging.WARNING):
-        engine._between_steps(lambda: compile_for_shapes(3, 4))
+        engine._inbox.call(lambda: compile_for_shapes(3, 4))
     assert engine.stats().compiles == 2
     assert "jit(doubled) was compiled while the engine serves" in caplog.text
     assert "numbers, now f32[4] and before f32[3]" in caplog.text
@@ -39,7 +39,7 @@ def test_in_tests_a_compilation_while_serving_raises(make_engine: MakeEngine, mo
     monkeypatch.setenv(VARIABLE, "raise")
     engine = make_engine()
     with pytest.raises(RuntimeError, match="was compiled while the engine serves"):
-        engine._between_steps(lambda: compile_for_shapes(5))
+        engine._inbox.call(lambda: compile_for_shapes(5))
 
 
 def test_other_threads_may_compile(make_engine: MakeEngine):
