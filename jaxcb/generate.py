@@ -58,8 +58,8 @@ def generate(
     and its ``choices`` are all of them.
 
     A prompt that is impossible (too long, say), or fails on the way, loses nothing for the others: its result has the
-    finish reason ``error``, and ``error`` says why. Only where no prompt is possible the first one's error is raised. Ctrl-C ends
-    what still runs and returns what there is: results that are not whole have the finish reason ``abort``.
+    finish reason ``error``, and ``error`` says why. Only where no prompt is possible the first one's error is raised.
+    Ctrl-C ends what still runs and returns what there is: results that are not whole have the finish reason ``abort``.
 
     Arguments:
         prompts: one prompt or many, of any kind each. Tens of thousands are fine: the engine is given a window of them.
