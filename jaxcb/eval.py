@@ -1,4 +1,4 @@
-"""An engine as a model of lm-eval (``pip install lm-eval``): the harness's requests run through it as one batch.
+"""An engine as a model of lm-eval (``pip install 'jaxcb[eval]'``): the harness's requests run through it as one batch.
 
     import lm_eval
     from jaxcb.eval import JaxcbLM
