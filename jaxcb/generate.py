@@ -57,9 +57,9 @@ def generate(
     """Continue every prompt; results in the order of the prompts. Where ``n`` is above 1 a result is the first answer,
     and its ``choices`` are all of them.
 
-    A prompt that is impossible (too long, say) loses nothing for the others: its result has the finish reason
-    ``error``, and ``error`` says why. Only where no prompt is possible the first one's error is raised. Ctrl-C ends
-    what still runs and returns what there is: results that are not whole have the finish reason ``abort``.
+    A prompt that is impossible (too long, say), or fails on the way, loses nothing for the others: its result has the
+    finish reason ``error``, and ``error`` says why. Only where no prompt is possible the first one's error is raised.
+    Ctrl-C ends what still runs and returns what there is: results that are not whole have the finish reason ``abort``.
 
     Arguments:
         prompts: one prompt or many, of any kind each. Tens of thousands are fine: the engine is given a window of them.
@@ -86,7 +86,7 @@ def generate(
         logger.warning("interrupted: %d of %d prompts are answered", window.num_answered, len(many))
     finally:
         window.close()
-    return _results(window.results())
+    return _results(window.results(), window.refusals)
 
 
 async def generate_async(
@@ -99,6 +99,7 @@ async def generate_async(
     many = _as_list(prompts)
     wanted = _one_for_each(sampling, len(many))
     room = asyncio.Semaphore(_OPEN_AT_ONCE)
+    refusals: list[RequestError] = []
 
     async def one(index: int) -> RequestOutput:
         async with room:
@@ -107,16 +108,17 @@ async def generate_async(
                 request = await asyncio.to_thread(_request, engine, many[index], params, f"prompts[{index}]")
                 streams = engine.submit_choices(request)
             except RequestError as error:
-                return _refused(str(error))
+                refusals.append(error)
+                return _refused(error)
             try:
-                return _answer([await _last_async(stream) for stream in streams], params)
+                return _answer([await _last_async(engine, stream) for stream in streams], params)
             finally:
                 for stream in streams:
                     stream.abort()
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(index)) for index in range(len(many))]
-    return _results([task.result() for task in tasks])
+    return _results([task.result() for task in tasks], refusals)
 
 
 class _Window:
@@ -126,6 +128,7 @@ class _Window:
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
         self._open: dict[int, tuple[list[OutputStream], SamplingParams]] = {}
         self._answers: dict[int, RequestOutput] = {}
+        self.refusals: list[RequestError] = []
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._next = 0
 
@@ -145,7 +148,7 @@ class _Window:
                 continue
             index = self._ended.get()
             streams, sampling = self._open[index]
-            self._answers[index] = _answer([_last(stream) for stream in streams], sampling)
+            self._answers[index] = _answer([_last(self._engine, stream) for stream in streams], sampling)
             del self._open[index]
             yield self._answers[index]
 
@@ -156,7 +159,8 @@ class _Window:
             request = _request(self._engine, self._prompts[index], params, f"prompts[{index}]")
             streams = self._engine.submit_choices(request, blocking=True)
         except RequestError as error:
-            return _refused(str(error))
+            self.refusals.append(error)
+            return _refused(error)
         self._open[index] = streams, params
         still_open = itertools.count(len(streams) - 1, -1)
 
@@ -178,7 +182,7 @@ class _Window:
         """In the order of the prompts; after an interrupt with the beginnings of those that were under way."""
         for index, (streams, sampling) in self._open.items():
             if self._engine.healthy:
-                self._answers[index] = _answer([_last(stream) for stream in streams], sampling)
+                self._answers[index] = _answer([_last(self._engine, stream) for stream in streams], sampling)
         return [self._answers.get(index, _NOT_BEGUN) for index in range(len(self._prompts))]
 
 
@@ -202,7 +206,7 @@ class _Bar:
         self._bar.close()
 
 
-def _refused(error: str) -> RequestOutput:
+def _refused(error: RequestError) -> RequestOutput:
     """In the place of an answer."""
     return RequestOutput(
         request_id=f"generate-{next(_ids)}",
@@ -210,7 +214,7 @@ def _refused(error: str) -> RequestOutput:
         token_ids=(),
         text="",
         finish_reason=FinishReason.ERROR,
-        error=error,
+        error=str(error),
     )
 
 
@@ -220,14 +224,12 @@ _NOT_BEGUN = RequestOutput(
 """In the place of an answer that an interrupt came before."""
 
 
-def _results(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """The same, unless every prompt was refused."""
-    refused = [output for output in outputs if output.error is not None]
-    if refused and len(refused) == len(outputs):
-        assert refused[0].error is not None
-        raise RequestError(refused[0].error, param="prompts")
-    if refused:
-        logger.warning("%d of %d prompts have no answer; the first: %s", len(refused), len(outputs), refused[0].error)
+def _results(outputs: list[RequestOutput], refusals: Sequence[RequestError]) -> list[RequestOutput]:
+    """The outputs, unless every prompt was refused."""
+    if refusals and len(refusals) == len(outputs):
+        raise refusals[0]
+    if refusals:
+        logger.warning("%d of %d prompts were refused; the first: %s", len(refusals), len(outputs), refusals[0])
     return outputs
 
 
@@ -416,17 +418,18 @@ def _answer(choices: list[RequestOutput], sampling: SamplingParams) -> RequestOu
     return dataclasses.replace(chosen[0], choices=tuple(chosen))
 
 
-def _last(outputs: OutputStream) -> RequestOutput:
+def _last(engine: Engine, outputs: OutputStream) -> RequestOutput:
+    """The result; an error that is the request's own is one."""
     for output in outputs:
         if output.finished:
-            return _checked(output)
+            return output if engine.healthy else _checked(output)
     raise EngineStoppedError("the stream ended without a result")
 
 
-async def _last_async(outputs: OutputStream) -> RequestOutput:
+async def _last_async(engine: Engine, outputs: OutputStream) -> RequestOutput:
     async for output in outputs:
         if output.finished:
-            return _checked(output)
+            return output if engine.healthy else _checked(output)
     raise EngineStoppedError("the stream ended without a result")
 
 

@@ -14,6 +14,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
 from jaxcb.generate import generate, generate_async, stream, stream_async
 from jaxcb.request import FinishReason, SamplingParams
+from jaxcb.structured_outputs import StructuredOutputs
 from tests.engine.conftest import backend, make_engine, params, tokenizer  # noqa: F401  # fixtures
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -85,6 +86,13 @@ def test_a_bad_prompt_has_an_error_in_its_place_and_the_others_their_answers(eng
     good, bad, again = generate([*prompts, prompts[0]], GREEDY, engine=engine, progress=False)
     assert bad.finish_reason is FinishReason.ERROR and re.search(message, bad.error) and bad.text == ""
     assert good.token_ids == again.token_ids and len(good.token_ids) == 6 and good.error is None
+
+
+def test_one_that_fails_on_the_way_does_not_lose_the_others(engine):
+    impossible = SamplingParams(allowed_token_ids=(5,), structured_outputs=StructuredOutputs(regex="zz"))
+    good, bad = generate(["the end"] * 2, [GREEDY, impossible], engine=engine, progress=False)
+    assert len(good.token_ids) == 6
+    assert bad.finish_reason is FinishReason.ERROR and "no token could be sampled" in bad.error
 
 
 @pytest.mark.parametrize(

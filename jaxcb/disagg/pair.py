@@ -66,7 +66,15 @@ class PrefillDecodePair:
 def _prompt_only(request: Request) -> Request:
     """The request that computes the prompt: it ends with the first token, which nobody reads."""
     sampling = dataclasses.replace(
-        request.sampling, n=1, best_of=None, max_tokens=1, min_tokens=0, logprobs=None, prompt_logprobs=None, stop=()
+        request.sampling,
+        n=1,
+        best_of=None,
+        max_tokens=1,
+        min_tokens=0,
+        logprobs=None,
+        prompt_logprobs=None,
+        stop=(),
+        structured_outputs=None,
     )
     return dataclasses.replace(request, sampling=sampling)
 

@@ -222,6 +222,6 @@ def _in_order(pieces: dict[int, Logprobs]) -> Logprobs:
     for first in sorted(pieces):
         piece = pieces[first]
         if first + len(piece) > end:
-            parts.append(piece.take(slice(end - first, None)))
+            parts.append(piece.take(slice(max(end - first, 0), None)))
             end = first + len(piece)
     return Logprobs.concatenate(parts)

@@ -166,7 +166,7 @@ class Runner:
         """
         leaves, _ = jax.tree.flatten_with_path(params)
         known, _ = jax.tree.flatten_with_path(self.params)
-        if not jax.tree.structure(params) == self._tree:  # noqa: SIM201  # mypy knows no != of it
+        if jax.tree.structure(params) != self._tree:  # type: ignore[operator]  # mypy does not know that they compare
             given, wanted = ({jax.tree_util.keystr(path) for path, _ in some} for some in (leaves, known))
             raise ModelError(f"the params have other parts than the model's: {', '.join(sorted(given ^ wanted)[:8])}")
         for (path, new), (_, old) in zip(leaves, known, strict=True):

@@ -54,7 +54,11 @@ def test_embeddings_are_those_of_one_forward(make_engines, params, changes, pool
 def test_scores_are_those_of_one_forward(make_engines, params, changes):
     engine = make_engines(**changes)
     context = prompt(7, 60)
-    pairs = [(context, prompt(seed, 3 + seed)) for seed in range(5)] + [([5], [6]), (context[:20], [])]
+    pairs = [(context, prompt(seed, 3 + seed)) for seed in range(5)] + [
+        ([5], [6]),
+        (context[:3], context[:12]),
+        (context[:20], []),
+    ]
     before = engine.stats().prompt_tokens_cached
     results = engine.score(pairs)
     for (known, continuation), score in zip(pairs, results, strict=True):
