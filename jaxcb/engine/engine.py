@@ -387,7 +387,7 @@ class Engine:
         now_s = time.monotonic()
         with self._wake:
             num_waiting = self._num_waiting()
-            stalled_s = max(0.0, now_s - self._progress_s) if self._streams and not self._paused else 0.0
+            stalled_s = max(0.0, now_s - self._progress_s) if self._streams and not self._resting else 0.0
             finished = {reason.value: self._finished[reason.value] for reason in FinishReason}
         return EngineStats(
             num_running=scheduler.num_running,

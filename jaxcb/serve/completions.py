@@ -151,24 +151,39 @@ def _prompts(prompt: str | list[str | int | list[int]], service: Service) -> lis
         RequestError: no prompt, too many, an empty one, or a list that mixes text, ids and lists of ids.
     """
     encode = functools.partial(service.engine.tokenizer.encode, max_tokens=service.max_model_len)
+    prompts: list[Sequence[int]] = [
+        encode(one) if isinstance(one, str) else one for one in split_prompts(prompt, "prompt")
+    ]
+    check_prompts(prompts, "prompt")
+    return prompts
+
+
+def split_prompts(prompt: str | list[str | int | list[int]], name: str) -> list[str | list[int]]:
+    """The texts, or lists of token ids, that the field ``name`` holds: one of either, or a list of them.
+
+    Raises:
+        RequestError: there is none, there are too many, or a list mixes them.
+    """
     if isinstance(prompt, str):
-        prompts: list[Sequence[int]] = [encode(prompt)]
-    elif not prompt:
-        raise RequestError("prompt is an empty list: send text or token ids", param="prompt")
-    elif ids := _all_of(int, prompt):
-        prompts = [ids]
-    elif len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are supported", param="prompt")
-    elif texts := _all_of(str, prompt):
-        prompts = [encode(text) for text in texts]
-    elif id_lists := _all_of(list, prompt):
-        prompts = list(id_lists)
-    else:
-        raise RequestError("prompt must hold either strings, or token ids, or lists of token ids", param="prompt")
+        return [prompt]
+    if not prompt:
+        raise RequestError(f"{name} is an empty list: send text or token ids", param=name)
+    if ids := _all_of(int, prompt):
+        return [ids]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"{name} holds {len(prompt)} prompts, at most {MAX_PROMPTS} are supported", param=name)
+    if texts := _all_of(str, prompt):
+        return list(texts)
+    if id_lists := _all_of(list, prompt):
+        return list(id_lists)
+    raise RequestError(f"{name} must hold either strings, or token ids, or lists of token ids", param=name)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], name: str) -> None:
+    """Raise RequestError where one has no tokens."""
     for index, token_ids in enumerate(prompts):
         if not token_ids:
-            raise RequestError(f"prompt {index} has no tokens", param="prompt")
-    return prompts
+            raise RequestError(f"{name} {index} has no tokens", param=name)
 
 
 def _all_of(kind: type[T], values: Sequence[object]) -> list[T]:

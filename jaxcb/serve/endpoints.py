@@ -19,6 +19,7 @@ from jaxcb.serve import (
     chat,
     chat_answer,
     completions,
+    embeddings,
     responses_answer,
     responses_fields,
     status,
@@ -164,6 +165,20 @@ ENDPOINTS = (
         summary="Tokens of the prompt that /v1/messages would make (Anthropic).",
         fields=(anthropic_fields.CountFields,),
         answer=anthropic_answer.TokenCount,
+    ),
+    Endpoint(
+        path="/v1/embeddings",
+        handler=embeddings.embeddings,
+        summary="Embeddings of texts (OpenAI).",
+        fields=(embeddings.EmbeddingFields,),
+        answer=embeddings.EmbeddingList,
+    ),
+    Endpoint(
+        path="/v1/score",
+        handler=embeddings.score,
+        summary="How likely continuations are behind their contexts.",
+        fields=(embeddings.ScoreFields,),
+        answer=embeddings.ScoreList,
     ),
     Endpoint(
         path="/v1/models", handler=status.models, method="GET", summary="The names of the model.", answer=ModelList

@@ -107,3 +107,10 @@ def test_refusals_are_the_client_s_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="tiny", input="hi", previous_response_id="resp_1")
     assert caught.value.param == "previous_response_id"
+
+
+def test_embeddings_of_near_texts_are_near(client: openai.OpenAI) -> None:
+    answer = client.embeddings.create(model="tiny", input=["one text", "one text", "another"])
+    first, same, other = (item.embedding for item in answer.data)
+    assert first == same != other
+    assert sum(value * value for value in first) == pytest.approx(1, abs=1e-5)
