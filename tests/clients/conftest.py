@@ -5,6 +5,7 @@ The clients are in the extra ``clients`` (openai for node comes by npm); tests o
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -17,6 +18,14 @@ from tests.serve.process import REAL, ServerProcess
 from tests.serve.tiny_model import write_tiny_model
 
 MAX_MODEL_LEN = 1024
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skips tests where a client isn't installed. It is not imported for that: some take seconds, on every worker."""
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install 'jaxcb[clients]'")
+
+
 TEMPLATE = (
     "{% if tools %}[tools]{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>{% endif %}"
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"

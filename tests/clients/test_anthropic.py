@@ -8,7 +8,9 @@ import pytest
 
 from tests.serve.process import ServerProcess
 
-anthropic = pytest.importorskip("anthropic", reason="pip install 'jaxcb[clients]'")
+from .conftest import needs
+
+pytestmark = needs("anthropic")
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOL: dict[str, Any] = {
     "name": "weather",
@@ -23,6 +25,8 @@ TOOL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Any:
+    import anthropic
+
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
@@ -50,6 +54,8 @@ def test_a_forced_tool_is_used(client: Any) -> None:
 
 
 def test_tokens_are_counted_and_refusals_are_the_client_s_own_errors(client: Any) -> None:
+    import anthropic
+
     assert client.messages.count_tokens(model="tiny", messages=HI).input_tokens > 2
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="nope", max_tokens=5, messages=HI)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.serve.process import ServerProcess
 
-if importlib.util.find_spec("evalscope") is None:
-    pytest.skip("pip install 'jaxcb[clients]'", allow_module_level=True)
+from .conftest import needs
+
+pytestmark = needs("evalscope")
 
 
 def test_every_request_of_a_load_is_answered(

@@ -9,7 +9,9 @@ import pytest
 
 from tests.serve.process import ServerProcess
 
-langchain_openai = pytest.importorskip("langchain_openai", reason="pip install 'jaxcb[clients]'")
+from .conftest import needs
+
+pytestmark = needs("langchain_openai")
 
 
 class Weather(pydantic.BaseModel):
@@ -21,6 +23,8 @@ class Weather(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def chat(server: ServerProcess, no_blanks: dict[str, float]) -> Any:
+    import langchain_openai
+
     return langchain_openai.ChatOpenAI(
         base_url=f"{server.url}/v1",
         api_key="none",

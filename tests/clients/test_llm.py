@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.serve.process import ServerProcess
 
-pytest.importorskip("llm", reason="pip install 'jaxcb[clients]'")
+from .conftest import needs
+
+pytestmark = needs("llm")
 
 
 def test_a_prompt_is_answered(server: ServerProcess, quiet: dict[str, str], tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from tests.serve.process import ServerProcess
 
-from .conftest import MAX_MODEL_LEN
+from .conftest import MAX_MODEL_LEN, needs
 
-pytest.importorskip("lm_eval", reason="pip install 'jaxcb[clients]'")
+pytestmark = needs("lm_eval")
 TASKS = Path(__file__).parent / "lm_eval_task"
 DATA = TASKS / "data.jsonl"
 
