@@ -140,7 +140,7 @@ class Inbox:
 
     def stalled_s(self, now_s: float) -> float:
         """See :class:`EngineStats`. The caller holds the lock."""
-        return max(0.0, now_s - self.progress_s) if self._streams and not self.paused else 0.0
+        return max(0.0, now_s - self.progress_s) if self._streams and not self.resting else 0.0
 
     def pause(self) -> None:
         with self.lock:

@@ -6,13 +6,13 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxcb.request import RequestOutput, best_choices
+from jaxcb.request import Request, RequestOutput, best_choices
 from jaxcb.serve.beams import requests_of, search_all
 from jaxcb.serve.call import Call, Face
 from jaxcb.serve.errors import ApiError, ClientLeftError
@@ -42,7 +42,7 @@ async def answer_whole(
         ApiError: the engine dropped a sequence.
         ClientLeftError: nobody waits for the answer any more.
     """
-    outputs = await _while_connected(_last_outputs(service, streams), receive, call, streams)
+    outputs = await _while_connected(_last_outputs(service, streams), receive, call.id, streams)
     left = iter(outputs)
     chosen = [
         output
@@ -63,8 +63,22 @@ async def answer_beams(service: Service, face: Face, call: Call, receive: Receiv
         ClientLeftError: nobody waits for the answer any more.
     """
     requests = requests_of(service, call)
-    outputs = await _while_connected(search_all(service, call, requests), receive, call, ())
+    outputs = await _while_connected(search_all(service, call, requests), receive, call.id, ())
     return Response(encode(face.answer(call, outputs, Usage.of(outputs))), media_type="application/json")
+
+
+async def read_prompts(
+    service: Service, requests: Sequence[Request], field_names: Mapping[str, str], receive: Receive
+) -> list[RequestOutput]:
+    """The final outputs of requests that are read and not answered.
+
+    Raises:
+        RequestError, QueueFullError, EngineStoppedError: the engine refused one of them.
+        ApiError: the engine dropped one.
+        ClientLeftError: nobody waits for them any more.
+    """
+    streams = service.submit_all(requests, len(requests), field_names)
+    return await _while_connected(_last_outputs(service, streams), receive, requests[0].request_id, streams)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +99,7 @@ class EventStream:
         writer = self.face.writer(self.call)
         keep_alive = asyncio.ensure_future(pipe.keep_alive(writer.keep_alive))
         try:
-            end = await _while_connected(self._events(writer, pipe), receive, self.call, self.streams)
+            end = await _while_connected(self._events(writer, pipe), receive, self.call.id, self.streams)
         except ClientLeftError:
             return
         finally:
@@ -164,7 +178,7 @@ async def _gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _while_connected(
-    work: Coroutine[Any, Any, T], receive: Receive, call: Call, streams: Sequence[OutputStream]
+    work: Coroutine[Any, Any, T], receive: Receive, name: str, streams: Sequence[OutputStream]
 ) -> T:
     """The result of ``work``. Whatever keeps it from its end (a client that left, a shutdown) aborts ``streams``.
 
@@ -176,7 +190,7 @@ async def _while_connected(
     try:
         await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            log_left(call)
+            log_left(name)
             raise ClientLeftError
         return task.result()
     except BaseException:

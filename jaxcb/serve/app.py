@@ -59,7 +59,7 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers=HANDLERS, middleware=cors if allowed_origins else [])
     app.router.redirect_slashes = False
     template = engine.tokenizer.chat_template
-    app.state.openapi = openapi.document(served)
+    app.state.endpoints = served
     app.state.service = Service(
         engine=engine,
         model_names=names,
@@ -71,7 +71,7 @@ def make_app(
 
 
 async def _openapi(request: Request) -> Response:
-    return json_response(request.app.state.openapi)
+    return json_response(openapi.document(request.app.state.endpoints))
 
 
 def _route(endpoint: Endpoint, key: str | None, prefix: str = "") -> Route:

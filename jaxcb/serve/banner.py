@@ -20,7 +20,8 @@ def banner(service: Service, *, url: str, has_api_key: bool, has_admin_key: bool
     lines = [*_model_lines(service), *_engine_lines(engine)]
     key = " (with the API key)" if has_api_key else ""
     lines.append(("endpoint", f"{url}/v1{key}"))
-    lines.append(("", f"OPENAI_BASE_URL={url}/v1   ANTHROPIC_BASE_URL={url}   {url}/openapi.json"))
+    lines.append(("clients", f"OPENAI_BASE_URL={url}/v1 ANTHROPIC_BASE_URL={url}"))
+    lines.append(("reference", f"{url}/openapi.json"))
     if has_admin_key:
         lines.append(("admin", "/pause /resume /reset_prefix_cache /start_profile /stop_profile /log_level"))
     facts = "\n".join(f"  {name:<13}{value}" for name, value in lines)
@@ -53,7 +54,7 @@ def _engine_lines(engine: Engine) -> list[tuple[str, str]]:
     cache = "prefixes are reused" if config.enable_prefix_caching else "prefixes are not reused"
     return [
         ("KV cache", f"{pages} pages of {config.page_size} tokens: {pages * config.page_size:,} tokens; {cache}"),
-        ("room for", _room(pages, config.page_size, config.max_model_len or 1, config.max_num_seqs or 1)),
+        ("room for", _room(pages, config.page_size, config.max_model_len or 1)),
         ("limits", f"{config.max_model_len} tokens a sequence{_waiting(config.max_waiting)}"),
         ("a step", f"at most {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences"),
         ("buckets", f"decode {_sizes(config.decode_buckets, config.max_num_seqs)} sequences"),
@@ -62,16 +63,16 @@ def _engine_lines(engine: Engine) -> list[tuple[str, str]]:
     ]
 
 
-def _room(pages: int, page_size: int, max_model_len: int, max_num_seqs: int) -> str:
-    """Requests whose KV fits at once, of a typical length and of the longest, but no more than a step takes."""
+def _room(pages: int, page_size: int, max_model_len: int) -> str:
+    """Requests whose KV fits at once, of a typical length and of the longest."""
 
-    def fit(tokens: int) -> str:
-        count = min(pages // -(-tokens // page_size), max_num_seqs)
-        return f"{count} request{'' if count == 1 else 's'} of {tokens:,} tokens at once"
+    def fit(tokens: int) -> int:
+        return pages // -(-tokens // page_size)
 
+    longest = f"{fit(max_model_len)} requests of {max_model_len:,} tokens"
     if max_model_len <= TYPICAL_TOKENS:
-        return fit(max_model_len)
-    return f"{fit(TYPICAL_TOKENS)}, {fit(max_model_len)}"
+        return longest
+    return f"{fit(TYPICAL_TOKENS)} requests of {TYPICAL_TOKENS:,} tokens (a mean chat), or {longest}"
 
 
 def _waiting(limit: int | None) -> str:

@@ -45,6 +45,8 @@ class Call:
     scheduling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of :class:`jaxcb.request.Request` that the body brought."""
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    return_token_ids: bool = False
+    """The ids of prompt and answer come back beside the text."""
     echo_only: bool = False
     """The prompt comes back without an answer: the one token that the engine makes is left out."""
     num_prompt_logprobs: int | None = None

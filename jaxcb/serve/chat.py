@@ -18,6 +18,7 @@ from jaxcb.serve.requests import (
     ChatFields,
     ChatMessage,
     IgnoredFields,
+    PromptFields,
     SamplingFields,
     SchedulingFields,
     TemplateFields,
@@ -44,6 +45,7 @@ def read(body: bytes, service: Service) -> Call:
     template = take(fields, TemplateFields)
     only_functions(fields)
     choice = take(fields, ToolFields).choice()
+    about_prompt = take(fields, PromptFields)
     take(fields, IgnoredFields)
     chat = convert(fields, ChatFields)
     model = service.check_model(chat.model)
@@ -61,6 +63,7 @@ def read(body: bytes, service: Service) -> Call:
         logprobs=chat.logprobs,
         prompt_logprobs=chat.prompt_logprobs,
         tools=choice.usable() or None,
+        return_token_ids=about_prompt.return_token_ids,
         structured_outputs=structured,
     )
     if beams is None:
@@ -69,7 +72,8 @@ def read(body: bytes, service: Service) -> Call:
     conversation = Conversation(messages=plain_messages(chat.messages), choice=choice, **template.given())
     conversation = conversation.with_effort(chat.reasoning_effort, service)
     text = conversation.render(service)
-    token_ids = service.engine.tokenizer.encode_chat(text, max_tokens=service.max_model_len)
+    longest = about_prompt.longest_text(service.max_model_len)
+    token_ids = about_prompt.cut(service.engine.tokenizer.encode_chat(text, max_tokens=longest), service.max_model_len)
     defaults = service.sampling_defaults(len(token_ids), None)
     if beams is None:
         own = conversation.sampling(service, text, structured)
@@ -88,6 +92,7 @@ def read(body: bytes, service: Service) -> Call:
         include_usage=include_usage,
         tokenizer=service.engine.tokenizer,
         scheduling=scheduling,
+        return_token_ids=bool(about_prompt.return_token_ids),
         num_prompt_logprobs=chat.prompt_logprobs,
         beams=searched,
         reading=conversation.reading(service, text),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import UNSET
 
 from jaxcb.parsing import AnswerParser, CallArguments, CallStart, Event, Reasoning, Text
@@ -47,10 +48,12 @@ def _answer(call: Call, outputs: Sequence[RequestOutput], usage: Usage) -> ChatC
                 finish_reason=finish_reason(output, bool(answer.calls)),
                 stop_reason=output.stop_reason,
                 logprobs=chat_logprobs(output.logprobs, call.tokenizer),
+                token_ids=list(output.token_ids) if call.return_token_ids else UNSET,
             )
             for index, (output, answer) in enumerate(zip(outputs, answers, strict=True))
         ],
         usage=usage_of(call, usage, [answer.reasoning for answer in answers]),
+        prompt_token_ids=list(call.prompts[0].token_ids) if call.return_token_ids else UNSET,
         prompt_logprobs=UNSET
         if call.num_prompt_logprobs is None
         else prompt_logprobs(outputs[0].prompt_logprobs, call.tokenizer),
@@ -95,14 +98,14 @@ class _Writer(Writer):
         body = b""
         if first:
             self._parsers[index] = AnswerParser(self._call.reading)
-            body += event(self._chunk([ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))]))
+            body += event(self._first(index))
         parser = self._parsers[index]
         parts = parser.feed(output.new_text)
         if output.finished:
             parts += parser.finish()
         deltas = [delta for part in parts if (delta := self._delta(index, part)) is not None]
-        logprobs = output.new_logprobs
-        if not deltas and (output.finished or logprobs):
+        logprobs, ids = output.new_logprobs, list(output.new_token_ids) if self._call.return_token_ids else None
+        if not deltas and (output.finished or logprobs or ids):
             deltas = [Delta()]
         for delta in deltas:
             last = output.finished and delta is deltas[-1]
@@ -112,8 +115,9 @@ class _Writer(Writer):
                 finish_reason=finish_reason(output, index in self._called) if last else None,
                 stop_reason=output.stop_reason if last else UNSET,
                 logprobs=chat_logprobs(logprobs, self._call.tokenizer),
+                token_ids=UNSET if ids is None else ids,
             )
-            logprobs = None
+            logprobs = ids = None
             body += event(self._chunk([choice]))
         return body
 
@@ -121,6 +125,12 @@ class _Writer(Writer):
         if not self._call.include_usage:
             return None
         return self._chunk([], usage_of(self._call, usage, list(self._reasoning.values())))
+
+    def _first(self, index: int) -> ChatChunk:
+        chunk = self._chunk([ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
+        if not self._call.return_token_ids:
+            return chunk
+        return msgspec.structs.replace(chunk, prompt_token_ids=list(self._call.prompts[0].token_ids))
 
     def _delta(self, index: int, part: Event) -> Delta | None:
         if isinstance(part, Text):

@@ -21,6 +21,7 @@ from jaxcb.serve.requests import (
     COMPLETION_UNSUPPORTED,
     CompletionFields,
     IgnoredFields,
+    PromptFields,
     SamplingFields,
     SchedulingFields,
 )
@@ -50,6 +51,7 @@ def read(body: bytes, service: Service) -> Call:
     sampling = take(fields, SamplingFields)
     scheduling = take(fields, SchedulingFields).given(service.engine.config.policy)
     beam = take(fields, BeamFields)
+    about_prompt = take(fields, PromptFields)
     take(fields, IgnoredFields)
     completion = convert(fields, CompletionFields)
     model = service.check_model(completion.model)
@@ -66,6 +68,7 @@ def read(body: bytes, service: Service) -> Call:
         logprobs=completion.logprobs,
         prompt_logprobs=completion.prompt_logprobs,
         structured_outputs=structured,
+        return_token_ids=about_prompt.return_token_ids,
     )
     echo = bool(completion.echo)
     echo_only = echo and sampling.max_tokens == 0  # OpenAI's way to have a text scored
@@ -78,7 +81,8 @@ def read(body: bytes, service: Service) -> Call:
     prompt_logprobs = completion.prompt_logprobs
     if echo and completion.logprobs is not None:
         prompt_logprobs = max(completion.logprobs, prompt_logprobs or 0)
-    prompts = _prompts(completion.prompt, service)
+    prompts = _prompts(completion.prompt, about_prompt, service)
+    sent = completion.prompt if about_prompt.truncate_prompt_tokens is None else prompts
     if beams is not None:
         return _beam_call(beams, sampling, prompts, model, scheduling, service)
     return Call(
@@ -97,13 +101,14 @@ def read(body: bytes, service: Service) -> Call:
                 text,
             )
             for ids, text in zip(
-                prompts, _texts(completion.prompt, prompts, service) if echo else [None] * len(prompts), strict=True
+                prompts, _texts(sent, prompts, service) if echo else [None] * len(prompts), strict=True
             )
         ],
         stream=bool(completion.stream),
         include_usage=include_usage,
         tokenizer=service.engine.tokenizer,
         scheduling=scheduling,
+        return_token_ids=bool(about_prompt.return_token_ids),
         echo_only=echo_only,
         num_prompt_logprobs=completion.prompt_logprobs,
     )
@@ -144,31 +149,47 @@ def _texts(prompt: object, prompts: Sequence[Sequence[int]], service: Service) -
         yield text if isinstance(text, str) else service.engine.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _prompts(prompt: str | list[str | int | list[int]], service: Service) -> list[Sequence[int]]:
+def _prompts(prompt: str | list[str | int | list[int]], about: PromptFields, service: Service) -> list[Sequence[int]]:
     """One list of token ids a prompt, in order.
 
     Raises:
         RequestError: no prompt, too many, an empty one, or a list that mixes text, ids and lists of ids.
     """
-    encode = functools.partial(service.engine.tokenizer.encode, max_tokens=service.max_model_len)
+    longest = about.longest_text(service.max_model_len)
+    encode = functools.partial(service.engine.tokenizer.encode, max_tokens=longest)
+    prompts: list[Sequence[int]] = [
+        encode(one) if isinstance(one, str) else one for one in split_prompts(prompt, "prompt")
+    ]
+    check_prompts(prompts, "prompt")
+    return [about.cut(token_ids, service.max_model_len) for token_ids in prompts]
+
+
+def split_prompts(prompt: str | list[str | int | list[int]], name: str) -> list[str | list[int]]:
+    """The texts, or lists of token ids, that the field ``name`` holds: one of either, or a list of them.
+
+    Raises:
+        RequestError: there is none, there are too many, or a list mixes them.
+    """
     if isinstance(prompt, str):
-        prompts: list[Sequence[int]] = [encode(prompt)]
-    elif not prompt:
-        raise RequestError("prompt is an empty list: send text or token ids", param="prompt")
-    elif ids := _all_of(int, prompt):
-        prompts = [ids]
-    elif len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are supported", param="prompt")
-    elif texts := _all_of(str, prompt):
-        prompts = [encode(text) for text in texts]
-    elif id_lists := _all_of(list, prompt):
-        prompts = list(id_lists)
-    else:
-        raise RequestError("prompt must hold either strings, or token ids, or lists of token ids", param="prompt")
+        return [prompt]
+    if not prompt:
+        raise RequestError(f"{name} is an empty list: send text or token ids", param=name)
+    if ids := _all_of(int, prompt):
+        return [ids]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"{name} holds {len(prompt)} prompts, at most {MAX_PROMPTS} are supported", param=name)
+    if texts := _all_of(str, prompt):
+        return list(texts)
+    if id_lists := _all_of(list, prompt):
+        return list(id_lists)
+    raise RequestError(f"{name} must hold either strings, or token ids, or lists of token ids", param=name)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], name: str) -> None:
+    """Raise RequestError where one has no tokens."""
     for index, token_ids in enumerate(prompts):
         if not token_ids:
-            raise RequestError(f"prompt {index} has no tokens", param="prompt")
-    return prompts
+            raise RequestError(f"{name} {index} has no tokens", param=name)
 
 
 def _all_of(kind: type[T], values: Sequence[object]) -> list[T]:
@@ -196,6 +217,8 @@ def _choice(call: Call, index: int, output: RequestOutput) -> TextChoice:
         finish_reason=FinishReason.LENGTH if call.echo_only else output.finish_reason,
         stop_reason=None if call.echo_only else output.stop_reason,
         logprobs=_logprobs(call, prompt, output, output.logprobs),
+        prompt_token_ids=list(prompt.token_ids) if call.return_token_ids else UNSET,
+        token_ids=list(output.token_ids) if call.return_token_ids else UNSET,
         prompt_logprobs=UNSET
         if k is None
         else prompt_logprobs(None if scored is None else scored.limited(k), call.tokenizer),
@@ -225,7 +248,8 @@ class _Writer(Writer):
         call, prompt = self._call, self._call.prompt_of(index)
         echo = prompt.echo if first else None
         new_text = "" if call.echo_only else output.new_text
-        if not new_text and not echo and not output.finished and not output.new_logprobs:
+        ids = call.return_token_ids and (first or output.new_token_ids)
+        if not new_text and not echo and not output.finished and not output.new_logprobs and not ids:
             return b""
         logprobs = _logprobs(call, prompt, output, output.new_logprobs, self._offsets.get(index, 0))
         if logprobs is not None:
@@ -236,6 +260,8 @@ class _Writer(Writer):
             finish_reason=FinishReason.LENGTH if call.echo_only and output.finished else output.finish_reason,
             stop_reason=UNSET if not output.finished else None if call.echo_only else output.stop_reason,
             logprobs=logprobs,
+            prompt_token_ids=list(prompt.token_ids) if call.return_token_ids and first else UNSET,
+            token_ids=list(output.new_token_ids) if call.return_token_ids else UNSET,
         )
         return event(self._chunk([choice]))
 

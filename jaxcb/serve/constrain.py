@@ -35,7 +35,7 @@ def constraint(
                 param="tool_choice",
             )
         schema = forced_schema(choice.usable(), choice.name, parallel=choice.parallel)
-        language: StructuredOutputs | None = StructuredOutputs(json=schema)
+        language: StructuredOutputs | None = StructuredOutputs(json=schema, whitespace_pattern=" ?")
     elif wanted is None and choice.mode == "auto" and any(tool.strict for tool in choice.tools):
         language = StructuredOutputs(structural_tag=_strict_tags(choice, tools))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxcb.errors import RequestError
 from jaxcb.serve.call import Call, Prompt, new_id
 from jaxcb.serve.conversation import Conversation
 from jaxcb.serve.requests import SamplingFields
@@ -33,11 +34,14 @@ def conversation_call(
     Raises:
         RequestError: a value is out of range, or the template refuses the messages; ``.param`` names the field.
     """
-    sampling.params(defaults={})  # refused before the template does its work
-    text = conversation.render(service)
-    token_ids = service.engine.tokenizer.encode_chat(text, max_tokens=service.max_model_len)
-    own = conversation.sampling(service, text, wanted)
-    params = sampling.params(defaults=service.sampling_defaults(len(token_ids), None), **own)
+    try:
+        sampling.params(defaults={})  # refused before the template does its work
+        text = conversation.render(service)
+        token_ids = service.engine.tokenizer.encode_chat(text, max_tokens=service.max_model_len)
+        own = conversation.sampling(service, text, wanted)
+        params = sampling.params(defaults=service.sampling_defaults(len(token_ids), None), **own)
+    except RequestError as error:
+        raise RequestError(str(error), param=field_names.get(error.param or "", error.param)) from error
     return Call(
         id=new_id(prefix),
         model=model,

@@ -82,6 +82,33 @@ class SchedulingFields(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
+class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's extras about the prompt's tokens: how many are kept, and whether ids come back."""
+
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+
+    def longest_text(self, max_model_len: int) -> int | None:
+        """Tokens beyond which a text is refused before it is tokenised; None: it will be cut."""
+        return max_model_len if self.truncate_prompt_tokens is None else None
+
+    def cut(self, token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
+        """The last tokens, as many as are asked for; -1: as many as leave room for one more.
+
+        Raises:
+            RequestError: no prompt can be so long.
+        """
+        count = self.truncate_prompt_tokens
+        if count is None:
+            return token_ids
+        most = max_model_len - 1
+        if count != -1 and not 1 <= count <= most:
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 or in [1, {most}], got {count}", param="truncate_prompt_tokens"
+            )
+        return token_ids[-(most if count == -1 else count) :]
+
+
 class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
     """Accepted without effect: they ask nothing of the answer."""
 
@@ -93,9 +120,7 @@ class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "request_id": (),
     "service_tier": ("auto", "default"),

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxcb.errors import EngineStoppedError, JaxcbError, RequestError
@@ -95,28 +95,36 @@ class Service:
         Raises:
             RequestError, QueueFullError, EngineStoppedError: the engine refused one of them.
         """
-        limit = self.engine.config.max_waiting
+        requests = (
+            Request(
+                request_id=f"{call.id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                sampling=prompt.sampling,
+                arrival_s=call.arrival_s,
+                **call.scheduling,
+            )
+            for index, prompt in enumerate(call.prompts)
+        )
         count = sum(prompt.sampling.num_choices for prompt in call.prompts)
+        return self.submit_all(requests, count, call.field_names)
+
+    def submit_all(self, requests: Iterable[Request], count: int, field_names: Mapping[str, str]) -> list[OutputStream]:
+        """Hand requests, with ``count`` answers together, to the engine, or none. Errors as for :meth:`submit`."""
+        limit = self.engine.config.max_waiting
         if limit is not None and count > limit:
+            param = field_names.get("prompt", "prompt")
             raise RequestError(
-                f"prompt and n ask for {count} answers; this server's queue takes at most {limit}", param="prompt"
+                f"{param} and n ask for {count} answers; this server's queue takes at most {limit}", param=param
             )
         streams: list[OutputStream] = []
         try:
-            for index, prompt in enumerate(call.prompts):
-                request = Request(
-                    request_id=f"{call.id}-{index}",
-                    prompt_token_ids=prompt.token_ids,
-                    sampling=prompt.sampling,
-                    arrival_s=call.arrival_s,
-                    **call.scheduling,
-                )
+            for request in requests:
                 streams += self.engine.submit_choices(request)
         except JaxcbError as error:
             for stream in streams:
                 stream.abort()
             if isinstance(error, RequestError) and error.param is not None:
-                raise RequestError(str(error), param=call.field_names.get(error.param, error.param)) from error
+                raise RequestError(str(error), param=field_names.get(error.param, error.param)) from error
             raise
         return streams
 
@@ -150,8 +158,8 @@ class Meter:
         self._metrics.finished(output)
 
 
-def log_left(call: Call) -> None:
-    logger.info("%s: the client left; dropped", call.id)
+def log_left(name: str) -> None:
+    logger.info("%s: the client left; dropped", name)
 
 
 def _log_end(output: RequestOutput) -> None:

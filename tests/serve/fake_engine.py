@@ -163,6 +163,7 @@ class FakeStream:
             logprobs_parts=None if self._asked is None else self._logprobs(self._ids),
             new_logprobs_parts=None if self._asked is None else self._logprobs(ids),
             prompt_logprobs=self._prompt_logprobs(),
+            embedding=self._embedding(),
             **more,
         )
 
@@ -173,6 +174,14 @@ class FakeStream:
     def _prompt_logprobs(self) -> Logprobs | None:
         asked = self.request.sampling.prompt_logprobs
         return None if asked is None else self._logprobs(list(self.request.prompt_token_ids[1:]), asked)[0]
+
+    def _embedding(self) -> np.ndarray | None:
+        """The last token and twice that, or the mean of all, and the number of tokens."""
+        ids, pooling = np.asarray(self.request.prompt_token_ids, np.float32), self.request.pooling
+        if pooling is None:
+            return None
+        value = ids[-1] if pooling == "last" else ids.mean()
+        return np.asarray([value, 2 * value, len(ids)], np.float32)
 
     def _logprobs(self, ids: list[int], asked: int | None = None) -> list[Logprobs]:
         """Each token has -1, and -2 in a choice of odd index; the next character is never drawn: -inf."""
@@ -207,7 +216,7 @@ class FakeEngine:
     ):
         self.answer = answer
         self.name = "fake-model"
-        self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000, vocab_size=0x110000)
+        self.spec = SimpleNamespace(family="fake", num_params=1_500_000_000, vocab_size=0x110000, hidden_size=3)
         self.tokenizer = FakeTokenizer()
         self.config = EngineConfig(
             dtype="float32",

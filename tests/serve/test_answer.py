@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jaxcb.serve import answer
 from jaxcb.serve.app import make_app
 
 from .fake_engine import FakeEngine
@@ -17,8 +18,9 @@ from .sse import events
 class Connection:
     """One HTTP request against the application; ``leave`` closes the client's side."""
 
-    def __init__(self, engine: FakeEngine, **fields: Any):
+    def __init__(self, engine: FakeEngine, path: str = "/v1/completions", **fields: Any):
         self._app = make_app(engine)
+        self._path = path
         self._body = json.dumps({"prompt": "abc", **fields}).encode()
         self._asked = 0
         self.left = asyncio.Event()
@@ -30,8 +32,8 @@ class Connection:
         scope = {
             "type": "http",
             "method": "POST",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
+            "path": self._path,
+            "raw_path": self._path.encode(),
             "root_path": "",
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
@@ -156,3 +158,35 @@ def test_a_cancelled_handler_aborts_its_requests(stream: bool) -> None:
         assert not engine.live
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "comment"),
+    [
+        ("/v1/completions", {}, b": keep-alive\n\n"),
+        ("/v1/responses", {"input": "abc", "prompt": None}, b": keep-alive\n\n"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+            b'event: ping\ndata: {"type":"ping"}\n\n',
+        ),
+    ],
+)
+def test_a_silent_stream_is_kept_alive(
+    monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], comment: bytes
+) -> None:
+    monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.02)
+    body = {name: value for name, value in fields.items() if value is not None}
+
+    async def scenario(step_s: float) -> bytes:
+        connection = Connection(FakeEngine(step_s=step_s), path, stream=True, **body)
+        if path != "/v1/completions":
+            sent = json.loads(connection._body)
+            connection._body = json.dumps({name: value for name, value in sent.items() if name != "prompt"}).encode()
+        await until(lambda: connection.received.count(comment) > 2 or connection.task.done())
+        connection.left.set()
+        await connection.task
+        return connection.received
+
+    assert asyncio.run(scenario(0.3)).count(comment) > 2
+    assert asyncio.run(scenario(0.0)).count(comment) <= 1

@@ -24,6 +24,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi!"},
     "/v1/messages": {"messages": [USER], "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": [USER]},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/score": {"context": "hi", "continuation": "x"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [50]},
     "/apply_template": {"messages": [USER]},

@@ -153,6 +153,8 @@ def test_sampling_fields_reach_the_engine() -> None:
         ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "hi", "max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": "hi", "max_tokens": 3}, "max_tokens"),
+        ({"input": "hi", "max_output_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"input": [{"role": "user", "content": "x" * 500}]}, "input"),
         ({"input": "hi", "n": 2}, "n"),
         ({"input": "hi", "temperature": 1000}, "temperature"),
         ({"input": "hi", "text": {"verbosity": "high"}}, "text"),

@@ -54,7 +54,10 @@ def test_the_banner_holds_the_facts_and_a_curl_that_works() -> None:
             "mine",
             "6.00 GB in float32",
             "64 pages of 16 tokens: 1,024 tokens",
+            "8 requests of 128 tokens",
             "128 tokens a sequence",
+            "tools: told as text, read as hermes; reasoning: none",
+            f"OPENAI_BASE_URL={server.url}/v1 ANTHROPIC_BASE_URL={server.url}",
             "decode 1, 4, 8",
         ):
             assert fact in server.banner
