@@ -369,7 +369,7 @@ def test_after_a_shutdown_in_the_middle_of_work_the_gauges_are_at_zero(make_engi
 
 
 def test_a_request_that_the_scheduler_refuses_late_ends_with_its_reason_and_harms_nobody(engine, monkeypatch):
-    def refuse(requests):
+    def refuse(requests, grammar):
         raise RequestError("no more room")
 
     monkeypatch.setattr(engine._core, "add_choices", refuse)
