@@ -9,9 +9,8 @@ from typing import Any, Literal, get_args
 
 from jaxcb import validation
 from jaxcb.errors import ConfigError
+from jaxcb.held_model import HeldModel
 from jaxcb.logits_processor import LogitsProcessor
-from jaxcb.models.held import HeldModel
-from jaxcb.models.spec import ModelSpec
 from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -38,7 +37,7 @@ class EngineConfig(SchedulingKnobs):
     Arguments:
         model: a Hugging Face directory, a hub id, a ``.gguf`` file, an Orbax checkpoint directory written by
             ``python -m jaxcb.weights convert``, or None for the built-in SmolLM2-135M-Instruct. Or parameters that you
-            hold, (spec, params) or a :class:`jaxcb.models.held.HeldModel`; the engine then uses these arrays.
+            hold, (spec, params) or a :class:`jaxcb.held_model.HeldModel`; the engine then uses these arrays.
         revision: branch, tag or commit of a hub id.
         dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs, under the native CPU kernels and on
             CPUs with AVX512-BF16, float32 elsewhere. Products accumulate in float32 in every case.
@@ -84,7 +83,7 @@ class EngineConfig(SchedulingKnobs):
         ConfigError: a value can't work; ``.param`` names the field.
     """
 
-    model: str | os.PathLike[str] | HeldModel | tuple[ModelSpec, Any] | None = None
+    model: str | os.PathLike[str] | HeldModel | tuple[Any, Any] | None = None
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization | None = None
@@ -128,7 +127,7 @@ class EngineConfig(SchedulingKnobs):
         for name in ("model", "event_log", "step_log", "trace", "generation_config"):
             if isinstance(getattr(self, name), os.PathLike):
                 self._set(name, os.fspath(getattr(self, name)))
-        if isinstance(self.model, tuple) and len(self.model) == 2 and isinstance(self.model[0], ModelSpec):
+        if isinstance(self.model, tuple) and len(self.model) == 2:
             self._set("model", HeldModel(*self.model))
         names = ("revision", "event_log", "step_log", "trace")
         for name in names if isinstance(self.model, HeldModel) else ("model", *names):

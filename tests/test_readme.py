@@ -12,7 +12,7 @@ import pytest
 from jaxcb import generate as generate_module
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine
-from jaxcb.models.held import HeldModel
+from jaxcb.held_model import HeldModel
 from jaxcb.text import Tokenizer
 from jaxcb.weights import load
 from tests.engine.conftest import SPEC, params  # noqa: F401  # a fixture

@@ -356,7 +356,7 @@ class Engine:
         prefix is forgotten.
 
         Arguments:
-            params: as for :class:`jaxcb.models.held.HeldModel`.
+            params: as for :class:`jaxcb.held_model.HeldModel`.
             running: what becomes of requests that run. "restart": they keep their tokens so far, whose KV is computed
                 again with the new weights; "keep": they go on from the KV that they have.
 

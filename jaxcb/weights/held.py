@@ -24,11 +24,13 @@ def held_params(spec: ModelSpec, params: Any) -> Params:
     """The decoder's parameters. Arrays that are as it wants them are used as they are, not copied.
 
     Arguments:
-        params: a nested dict or an nnx model; see :class:`jaxcb.models.held.HeldModel`.
+        params: a nested dict or an nnx model; see :class:`jaxcb.held_model.HeldModel`.
 
     Raises:
         ModelError: a parameter is missing, or has another shape; the message names it.
     """
+    if not isinstance(spec, ModelSpec):
+        raise ModelError(f"a held model needs a ModelSpec, got {type(spec).__name__}")
     if isinstance(params, nnx.Module):
         params = nnx.to_pure_dict(nnx.state(params, nnx.Param))
     if not isinstance(params, Mapping):

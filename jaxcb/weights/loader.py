@@ -16,8 +16,8 @@ from tqdm import tqdm
 from jaxcb import native
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ModelError
+from jaxcb.held_model import HeldModel
 from jaxcb.models import families
-from jaxcb.models.held import HeldModel
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
 from jaxcb.weights.held import held_params, no_tokenizer

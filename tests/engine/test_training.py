@@ -11,7 +11,7 @@ from flax import nnx
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError, ModelError
-from jaxcb.models.held import HeldModel
+from jaxcb.held_model import HeldModel
 from jaxcb.request import FinishReason, Request, SamplingParams
 from jaxcb.weights import load
 from jaxcb.weights.held import held_params
@@ -58,6 +58,8 @@ def test_the_caller_s_arrays_are_the_engine_s(params):
     for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(model.params), strict=True):
         assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
     assert model.spec is SPEC and model.tokenizer.decode([5, 6]) == ""
+    with pytest.raises(ModelError, match="ModelSpec"):
+        load(EngineConfig(model=("llama", params)))
     with pytest.raises(ModelError, match="dtype"):
         load(EngineConfig(model=HeldModel(SPEC, params), dtype="bfloat16"))
 

@@ -8,7 +8,8 @@ import pytest
 
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler.replay import ReplayError, checksum, main, replay
-from tests.scheduler.fake_device import recording_driver
+from jaxcb.structured_outputs import StructuredOutputs
+from tests.scheduler.fake_device import answer_alone, recording_driver
 from tests.scheduler.fuzz import Fuzz
 
 
@@ -87,3 +88,31 @@ def test_the_command_says_whether_the_plans_are_the_same(tmp_path, capsys):
     assert f"{len(checksums)} steps" in capsys.readouterr().out
     assert main([str(tmp_path / "absent")]) == 1
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_request_that_is_held_to_a_grammar_is_planned_the_same_again():
+    """Its forced tokens are in the log, and its parameters come back out of it."""
+    file = io.StringIO()
+    d = recording_driver(file, depth=1)
+    answer = answer_alone([5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True), 64)
+    sampling = SamplingParams(max_tokens=9, ignore_eos=True, structured_outputs=StructuredOutputs(choice=("a", "b")))
+    d.add("a", [5, 6, 7], sampling)
+    d.foresee("a", answer, 6)
+    d.run()
+    assert d.answers["a"] == answer
+    plans = replay(file.getvalue().splitlines())
+    assert [checksum(plan) for plan in plans] == [checksum(plan) for plan in d.plans]
+    assert any(plan.num_foreseen for plan in plans)
+    assert plans[0].chunks[0].sequence.request.sampling == sampling
+
+
+def test_a_restart_is_in_the_log():
+    file = io.StringIO()
+    d = recording_driver(file, depth=0)
+    d.add("a", [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
+    for _ in range(4):
+        d.step()
+    d.scheduler.restart_all()
+    d.run()
+    assert [checksum(plan) for plan in replay(file.getvalue().splitlines())] == [checksum(plan) for plan in d.plans]
+    assert sum(plan.num_tokens for plan in d.plans) > 3 + 9, "tokens are computed again"

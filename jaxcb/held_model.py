@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
-
-from jaxcb.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from jaxcb.text import Tokenizer
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,17 +11,18 @@ class HeldModel:
     """``EngineConfig(model=HeldModel(spec, params))``, or ``model=(spec, params)`` for short.
 
     Arguments:
-        spec: what the parameters are those of.
+        spec: the :class:`jaxcb.models.ModelSpec` of the parameters.
         params: as the decoder has them (layout: jaxcb/models/decoder.py), and then the engine uses these very arrays;
             or an nnx model or a nested dict whose names are those of a Hugging Face checkpoint of the family, and then
             what the decoder has fused (q, k and v; gate and up) is copied.
-        tokenizer: None where prompts are token ids, and answers are read as such: their text is empty.
+        tokenizer: a :class:`jaxcb.text.Tokenizer`; None where prompts are token ids, and answers are read as such:
+            their text is empty.
         name: what answers call it.
     """
 
-    spec: ModelSpec
+    spec: Any
     params: Any
-    tokenizer: Tokenizer | None = None
+    tokenizer: Any = None
     name: str = "held-model"
 
     def __str__(self) -> str:
