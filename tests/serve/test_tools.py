@@ -190,6 +190,7 @@ def test_reasoning_comes_beside_the_content() -> None:
         message = answer["choices"][0]["message"]
         chunks = stream(client, tools=None, stream_options={"include_usage": True})
         hidden = client.post(PATH, json={"messages": [USER], "include_reasoning": False}).json()
+        hidden_stream = client.post(PATH, json={"messages": [USER], "include_reasoning": False, "stream": True}).text
     assert (message["content"], message["reasoning_content"]) == ("Paris.", "Hm.")
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
     deltas = [chunk.choices[0].delta.model_dump() for chunk in chunks[:-1]]
@@ -197,6 +198,7 @@ def test_reasoning_comes_beside_the_content() -> None:
     assert "".join(delta["content"] or "" for delta in deltas) == "Paris."
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens_details is not None
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == 3
+    assert "reasoning_content" not in hidden_stream and "Hm" not in hidden_stream
     assert hidden["choices"][0]["message"] == {"role": "assistant", "content": "Paris.", "refusal": None}
 
 
