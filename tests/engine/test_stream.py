@@ -26,6 +26,7 @@ def update(token: int, text: str, reason: FinishReason | None = None) -> TextUpd
         finished_s=None if reason is None else 2.0,
         logprobs=[],
         prompt_logprobs=None,
+        embedding=None,
     )
 
 
