@@ -30,7 +30,7 @@ class Constraints:
     def open(self, sequence: Sequence, grammar: Grammar) -> None:
         """Hold a new sequence to a grammar."""
         if self._masks is None:
-            self._masks = Masks(grammar.vocab_size)
+            self._masks = Masks(grammar.mask_size)
         sampling = sequence.request.sampling
         constraint = grammar.constraint(
             sequence.end_ids,
@@ -62,11 +62,11 @@ class Constraints:
             if row.samples and (constraint := known.get(row.sequence)) is not None
         ]
 
-    def masks(self, num_rows: int, rows: Seq[tuple[int, Constraint, int]]) -> Int[np.ndarray, "S W"]:
+    def masks(self, num_rows: int, rows: Seq[tuple[int, Constraint, int]], vocab_size: int) -> Int[np.ndarray, "S W"]:
         """Masks of a step of a compiled number of rows. All steps before it have committed."""
         assert self._masks is not None, "a constraint was opened"
         live = set(self._of.values())  # those of sequences that have not ended in these commits
-        return self._masks.fill(num_rows, [row for row in rows if row[1] in live])
+        return self._masks.fill(num_rows, [row for row in rows if row[1] in live], vocab_size)
 
     def learn(self, events: Iterable[TokenEvent]) -> list[TokenEvent]:
         """Take the tokens of a committed step. Returns the ends of those whose answer has to end here."""

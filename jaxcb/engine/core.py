@@ -126,7 +126,7 @@ class EngineCore:
             if constrained := self.constraints.in_step(plan):
                 forwarded = self.runner.forward(plan)
                 events += self.drain()
-                mask = self.constraints.masks(forwarded.bucket.num_seqs, constrained)
+                mask = self.constraints.masks(forwarded.bucket.num_seqs, constrained, self.runner.spec.vocab_size)
                 self._in_flight.append(self.runner.sample(forwarded, mask))
             else:
                 self._in_flight.append(self.runner.launch(plan))

@@ -51,7 +51,8 @@ class Grammar:
     matcher: llguidance.LLMatcher
     tokenizer: llguidance.LLTokenizer
     marker: Marker | None
-    vocab_size: int
+    mask_size: int
+    """Ids in a mask: those of the model, or of the tokenizer if they are more."""
     eos_ids: Sequence[int]
     """The model's."""
 
@@ -59,7 +60,6 @@ class Grammar:
         """The state of one answer, at its beginning; see :class:`Constraint`."""
         return Constraint(
             self.matcher.deep_copy(),
-            vocab_size=self.vocab_size,
             end_ids=end_ids,
             eos_ids=self.eos_ids,
             marker=self.marker,
@@ -86,7 +86,8 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
-        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_token_ids)
+        self._tokenizer, self._eos_ids = tokenizer, list(eos_token_ids)
+        self._mask_size = max(vocab_size, tokenizer.vocab_size)
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Future[Grammar]] = OrderedDict()
         self._num_queued = 0
@@ -141,7 +142,7 @@ class GrammarCompiler:
             if error := _try_out(matcher):
                 raise _refusal(wanted, error)
             marker = self._marker(wanted.reasoning_end)
-            return Grammar(wanted, matcher, tokenizer, marker, self._vocab_size, self._eos_ids)
+            return Grammar(wanted, matcher, tokenizer, marker, self._mask_size, self._eos_ids)
         except RequestError:
             raise
         except Exception as error:  # of a library: whatever it raises refuses this request
@@ -156,7 +157,7 @@ class GrammarCompiler:
             if self._ours is None:
                 self._ours = llguidance.LLTokenizer(
                     self._tokenizer.backend.to_str(),
-                    n_vocab=self._vocab_size,
+                    n_vocab=self._mask_size,
                     eos_token=self._eos_ids[0] if self._eos_ids else None,
                 )
             return self._ours

@@ -24,7 +24,6 @@ class Constraint:
 
     Arguments:
         matcher: at the grammar's beginning.
-        vocab_size: V.
         end_ids: ids that end this answer.
         eos_ids: the model's end tokens, which may not come up inside of an answer, whether or not they end it.
         marker: the answer begins with free text up to it.
@@ -36,13 +35,12 @@ class Constraint:
         self,
         matcher: llguidance.LLMatcher,
         *,
-        vocab_size: int,
         end_ids: Iterable[int] = (),
         eos_ids: Iterable[int] = (),
         marker: Marker | None = None,
         takes_forced: bool = True,
     ):
-        self._matcher, self._vocab_size, self._marker = matcher, vocab_size, marker
+        self._matcher, self._marker = matcher, marker
         self._end_ids = sorted(end_ids)
         self._never = sorted({*self._end_ids, *eos_ids})
         self._free = marker is not None
@@ -113,16 +111,23 @@ class Constraint:
 
 
 class Masks:
-    """Fills the masks of steps: int32 [S, W], bit i of word w is id 32 w + i, 1 where it may be sampled."""
+    """Fills the masks of steps: int32 [S, W], bit i of word w is id 32 w + i, 1 where it may be sampled.
 
-    def __init__(self, vocab_size: int):
+    ``mask_size`` is that of the grammars (:class:`jaxcb.grammar.Grammar`).
+    """
+
+    def __init__(self, mask_size: int):
         self._executor = llguidance.LLExecutor(num_threads=THREADS)
-        self._num_words = -(-vocab_size // 32)
+        self._num_words = -(-mask_size // 32)
 
-    def fill(self, num_rows: int, rows: Sequence[tuple[int, Constraint, int]]) -> Int[np.ndarray, "S W"]:
-        """Masks of a step with ``num_rows`` rows. ``rows``: index, constraint, and the position in the answer of the
-        token that is sampled; all others may sample anything. A row whose constraint fails may, too: look at its
-        ``error``."""
+    def fill(
+        self, num_rows: int, rows: Sequence[tuple[int, Constraint, int]], vocab_size: int
+    ) -> Int[np.ndarray, "S W"]:
+        """Masks of a step with ``num_rows`` rows, of the model's ``vocab_size`` ids.
+
+        ``rows``: index, constraint, and the position in the answer of the token that is sampled; all others may sample
+        anything. A row whose constraint fails may, too: look at its ``error``.
+        """
         mask = np.full((num_rows, self._num_words), -1, np.int32)
         filled = []
         for index, constraint, position in rows:
@@ -139,7 +144,7 @@ class Masks:
                 constraint.finish_row(mask[index])
             else:
                 mask[index] = -1
-        return mask
+        return np.ascontiguousarray(mask[:, : -(-vocab_size // 32)])  # a tokenizer may know more ids than the model
 
 
 def _set(row: Int[np.ndarray, "W"], ids: Iterable[int]) -> None:

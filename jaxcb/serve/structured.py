@@ -54,7 +54,7 @@ def read_structured(fields: dict[str, Any], engine: Engine) -> StructuredOutputs
         try:
             engine.compile_grammar(wanted)
         except RequestError as error:
-            raise RequestError(f"{name}: {error}", param=name) from error
+            raise _of_field(error, name, f"structured_outputs.{wanted.kind}") from error
     return wanted
 
 
@@ -125,4 +125,11 @@ def _named(name: str, values: dict[str, Any]) -> StructuredOutputs:
     try:
         return StructuredOutputs(**values)
     except RequestError as error:
-        raise RequestError(f"{name}: {error}", param=name) from error
+        raise _of_field(error, name, error.param or "structured_outputs") from error
+
+
+def _of_field(error: RequestError, name: str, param: str) -> RequestError:
+    """The error by the name that the body has for ``param``."""
+    if name == "structured_outputs":
+        return RequestError(str(error), param=error.param)
+    return RequestError(str(error).replace(param, name), param=name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxcb.grammar import GrammarCompiler
+from tests.grammar.walk import VOCABULARY
 from tests.text.small_tokenizers import byte_fallback, byte_level
 
 
@@ -15,6 +16,6 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[GrammarCompiler]:
     """Of a vocabulary with ids that no token has, as models pad it. Id 1 or 2 is </s>."""
     tokenizer = {"byte_level": byte_level, "byte_fallback": byte_fallback}[request.param]()
     eos = tokenizer.backend.token_to_id("</s>")
-    made = GrammarCompiler(tokenizer, tokenizer.vocab_size + 5, [eos])
+    made = GrammarCompiler(tokenizer, VOCABULARY, [eos])
     yield made
     made.close()

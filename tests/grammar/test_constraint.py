@@ -7,11 +7,13 @@ import random
 import re
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxcb.grammar import GrammarCompiler
+from jaxcb.grammar import GrammarCompiler, Masks
+from tests.text.small_tokenizers import byte_level
 
 from .schemas import SCHEMAS
 from .walk import allowed_ids, compiled, walk
@@ -138,3 +140,14 @@ def test_structural_tags_leave_text_free_and_hold_tags_to_their_schema(compiler:
     grammar = compiled(compiler, structural_tag=tag)
     assert grammar.accepts("call <f=a>12</f> and <f=a>3</f>") and grammar.accepts("no < call")
     assert not grammar.accepts("call <f=b>12</f>") and not grammar.accepts("call <f=a>x</f>")
+
+
+def test_a_tokenizer_that_knows_more_ids_than_the_model_is_cut_to_the_model_s() -> None:
+    tokenizer = byte_level()
+    small = GrammarCompiler(tokenizer, 100, [1])
+    constraint = compiled(small, regex="[a-z]+").constraint([1], takes_forced=False)
+    mask = Masks(tokenizer.vocab_size).fill(1, [(0, constraint, 0)], 100)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert tokenizer.decode(allowed[allowed < 100].tolist()) == "abcdefghijklmnopqrstuvwxyz"
+    assert mask.shape == (1, 4)
+    small.close()

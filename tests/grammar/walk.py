@@ -11,13 +11,16 @@ from jaxcb.grammar import Grammar, GrammarCompiler, Masks
 from jaxcb.grammar.constraint import Constraint
 from jaxcb.structured_outputs import StructuredOutputs
 
+VOCABULARY = 400
+"""More ids than the small tokenizers know."""
+
 
 def allowed_ids(constraint: Constraint, ahead: int = 0) -> list[int]:
     """What may be sampled as the answer's next token, or ``ahead`` forced tokens later."""
-    mask = Masks(constraint._vocab_size).fill(2, [(1, constraint, constraint.position + ahead)])
+    mask = Masks(VOCABULARY).fill(2, [(1, constraint, constraint.position + ahead)], VOCABULARY)
     assert (mask[0] == -1).all(), "rows without a constraint may sample anything"
     bits = np.unpackbits(mask[1].view(np.uint8), bitorder="little")
-    return np.flatnonzero(bits[: constraint._vocab_size]).tolist()
+    return np.flatnonzero(bits[:VOCABULARY]).tolist()
 
 
 def walk(
