@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
+import llguidance
 import pytest
 
 from jaxcb.errors import RequestError
@@ -63,6 +65,18 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on(
     release.set()
     monkeypatch.setattr(compiler_module, "TIMEOUT_S", 10.0)
     compiled(compiler, regex="slow")  # it was compiled meanwhile
+
+
+def test_what_is_only_warned_of_is_refused_too(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning says that the language is not quite the one that was asked for."""
+    matcher = SimpleNamespace(
+        validate_grammar_with_warnings=lambda *args, **limits: (False, ["'spam' is ignored"]),
+        grammar_from_regex=llguidance.LLMatcher.grammar_from_regex,
+    )
+    names = {"LLMatcher": matcher, "LLTokenizer": llguidance.LLTokenizer, "LLParserLimits": llguidance.LLParserLimits}
+    monkeypatch.setattr(compiler_module, "llguidance", SimpleNamespace(**names))
+    with pytest.raises(RequestError, match="'spam' is ignored"):
+        compiled(compiler, regex="warned?")
 
 
 def test_too_many_at_once_are_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
