@@ -75,7 +75,10 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             ValueError: they are none.
         """
-        arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

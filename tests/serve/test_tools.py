@@ -177,7 +177,7 @@ def test_what_makes_no_sense_is_refused_by_name(client: TestClient, fields: dict
     assert refusal(client, **fields)["param"] == param
 
 
-@pytest.mark.parametrize("arguments", ["{", "[]", "5", '"x"'])
+@pytest.mark.parametrize("arguments", ["{", "[]", "5", '"x"', '{"a":' * 5000 + "1" + "}" * 5000])
 def test_arguments_that_are_no_object_are_refused(client: TestClient, arguments: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     error = refusal(client, messages=[{"role": "assistant", "tool_calls": [call]}])
