@@ -57,12 +57,16 @@ class Sink:
         """Functions that can be called. A call of anything else is text."""
         self._parallel = parallel
         self._events: list[Event] = []
+        self._growing: type[Text] | type[Reasoning] | type[CallArguments] | None = None
+        """The kind of the event that ``_pieces`` will be: adding to a string would copy it each time."""
+        self._pieces: list[str] = []
         self._space = ""
         self._num_calls = 0
         self._trims = False
 
     def drain(self) -> list[Event]:
         """The events since the last call."""
+        self._grow(None)
         events, self._events = self._events, []
         return events
 
@@ -71,13 +75,9 @@ class Sink:
         self._space, self._trims = "", True
 
     def reasoning(self, text: str) -> None:
-        if not text:
-            return
-        last = self._events[-1] if self._events else None
-        if isinstance(last, Reasoning):
-            self._events[-1] = Reasoning(last.text + text)
-        else:
-            self._events.append(Reasoning(text))
+        if text:
+            self._grow(Reasoning)
+            self._pieces.append(text)
 
     def text(self, text: str) -> None:
         if self._trims:
@@ -94,19 +94,16 @@ class Sink:
 
     def call(self, name: str) -> None:
         self._space, self._trims = "", True
+        self._grow(None)
         self._num_calls += 1
         if self._counts:
             self._events.append(CallStart(self._num_calls - 1, name))
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the last call."""
-        if not self._counts or not text:
-            return
-        last = self._events[-1] if self._events else None
-        if isinstance(last, CallArguments):
-            self._events[-1] = CallArguments(last.index, last.text + text)
-        else:
-            self._events.append(CallArguments(self._num_calls - 1, text))
+        if self._counts and text:
+            self._grow(CallArguments)
+            self._pieces.append(text)
 
     def finish(self) -> None:
         if self._space:
@@ -119,8 +116,16 @@ class Sink:
         return self._parallel or self._num_calls == 1
 
     def _text(self, text: str) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, Text):
-            self._events[-1] = Text(last.text + text)
-        else:
-            self._events.append(Text(text))
+        self._grow(Text)
+        self._pieces.append(text)
+
+    def _grow(self, kind: type[Text] | type[Reasoning] | type[CallArguments] | None) -> None:
+        """What comes next belongs to an event of this kind; None: to none."""
+        if kind is self._growing:
+            return
+        text = "".join(self._pieces)
+        if self._growing is CallArguments:
+            self._events.append(CallArguments(self._num_calls - 1, text))
+        elif self._growing is not None:
+            self._events.append(Text(text) if self._growing is Text else Reasoning(text))
+        self._growing, self._pieces = kind, []

@@ -32,14 +32,19 @@ class HermesParser:
         self._call = JsonCall(sink)
 
     def feed(self, text: str) -> None:
-        while text:
+        at = 0
+        while at < len(text):
             if self._at is _At.TEXT:
-                before, mark, text = self._begin.add(text)
+                before, mark, behind = self._begin.add(text[at:])
+                at = len(text) - len(behind)
                 self._sink.text(before)
                 if mark is not None:
                     self._at, self._head = _At.BEGUN, BEGIN
                 continue
-            char, text = text[0], text[1:]
+            if self._at is _At.CALL and (count := self._call.run(text, at)):
+                at += count
+                continue
+            char, at = text[at], at + 1
             if self._at is _At.BEGUN:
                 self._in_head(char)
             elif self._at is _At.CALL:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from typing import Any
 
 from jaxcb.parsing.events import Sink
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
+_INSIDE = re.compile(r'[^"\\]+')
+_OUTSIDE = re.compile(r'[^"{}\[\]]+')
+"""What changes nothing in a string, and around strings."""
 
 
 class JsonSpan:
@@ -19,6 +23,13 @@ class JsonSpan:
         self._depth = 0
         self._in_string = False
         self._escaped = False
+
+    def run(self, text: str, at: int) -> int:
+        """How many characters of ``text`` from ``at`` on :meth:`take` would pass over without a change."""
+        if self._escaped:
+            return 0
+        found = (_INSIDE if self._in_string else _OUTSIDE).match(text, at)
+        return found.end() - at if found is not None else 0
 
     def take(self, char: str) -> bool:
         """Whether ``char``, which follows those before, is the last of the value."""
@@ -82,6 +93,16 @@ class JsonCall:
         """All that was read before it started, for the case that it turns out to be no call."""
         return "".join(self._raw)
 
+    def run(self, text: str, at: int) -> int:
+        """Take at once what is inside of a value, from ``at`` on; returns how many characters that were."""
+        count = self._span.run(text, at) if self._at is _At.IN_VALUE else 0
+        if count:
+            piece = text[at : at + count]
+            if not self.started:
+                self._raw.append(piece)
+            self._add(piece)
+        return count
+
     def feed(self, char: str) -> None:
         """Take one character; not after ``done`` or ``broken``."""
         if not self.started:
@@ -136,14 +157,17 @@ class JsonCall:
 
     def _in_value(self, char: str) -> None:
         ended = self._span.take(char)
-        if not self._streams:
-            self._piece.append(char)
-        elif self.started:
-            self._sink.arguments(char)
-        else:
-            self._waiting.append(char)
+        self._add(char)
         if ended:
             self._end_value()
+
+    def _add(self, piece: str) -> None:
+        if not self._streams:
+            self._piece.append(piece)
+        elif self.started:
+            self._sink.arguments(piece)
+        else:
+            self._waiting.append(piece)
 
     def _in_scalar(self, char: str) -> None:
         if char in ",}" or char in _SPACE:

@@ -23,15 +23,19 @@ class LlamaParser:
         """White space and the like between the call before and this one."""
 
     def feed(self, text: str) -> None:
-        while text:
-            if self._call is not None or self._head is not None:
-                char, text = text[0], text[1:]
+        at = 0
+        while at < len(text):
+            if self._call is not None and (count := self._call.run(text, at)):
+                at += count
+            elif self._call is not None or self._head is not None:
+                char, at = text[at], at + 1
                 if self._call is not None:
                     self._in_call(self._call, char)
                 else:
                     self._in_head(char)
             else:
-                before, mark, text = self._tag.add(text)
+                before, mark, behind = self._tag.add(text[at:])
+                at = len(text) - len(behind)
                 self._sink.text(before)
                 if mark is not None:
                     self._head = ""

@@ -38,14 +38,23 @@ class MistralParser:
         self._span = JsonSpan()
 
     def feed(self, text: str) -> None:
-        while text:
+        at = 0
+        while at < len(text):
             if self._at is _At.TEXT:
-                before, mark, text = self._begin.add(text)
+                before, mark, behind = self._begin.add(text[at:])
+                at = len(text) - len(behind)
                 self._sink.text(before)
                 if mark is not None:
                     self._at, self._head = _At.BEGUN, ""
                 continue
-            char, text = text[0], text[1:]
+            if self._at is _At.CALL and (count := self._call.run(text, at)):
+                at += count
+                continue
+            if self._at is _At.ARGUMENTS and (count := self._span.run(text, at)):
+                self._sink.arguments(text[at : at + count])
+                at += count
+                continue
+            char, at = text[at], at + 1
             if self._at is _At.CALL:
                 self._in_call(char)
             elif self._at is _At.ARGUMENTS:

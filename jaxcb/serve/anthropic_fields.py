@@ -13,7 +13,7 @@ from jaxcb.serve.conversation import Conversation
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
 from jaxcb.serve.prepare import conversation_call
 from jaxcb.serve.requests import SamplingFields, SchedulingFields, TemplateFields
-from jaxcb.serve.tools import FunctionTool, ToolChoice
+from jaxcb.serve.tools import FunctionTool, ToolChoice, check_depth
 from jaxcb.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -263,6 +263,15 @@ def _thinking(thinking: Thinking | None, service: Service) -> dict[str, Any]:
     return settings
 
 
+def _use(block: Block, where: str) -> dict[str, Any]:
+    """A call of a tool, as chat messages have it."""
+    try:
+        check_depth(block.input)
+    except ValueError as error:
+        raise RequestError(f"{where}.input: {error}", param=f"{where}.input") from error
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+
+
 def _plain(message: Message, where: str) -> list[dict[str, Any]]:
     """The chat messages that one of Anthropic's stands for: results of tools are messages of their own."""
     if isinstance(message.content, str):
@@ -287,8 +296,8 @@ def _plain(message: Message, where: str) -> list[dict[str, Any]]:
     if thoughts := [block.thinking for block in message.content if block.thinking is not None]:
         plain["reasoning_content"] = "\n".join(thoughts)
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-        for block in message.content
+        _use(block, f"{where}.content[{index}]")
+        for index, block in enumerate(message.content)
         if block.type == "tool_use"
     ]
     if calls:

@@ -11,7 +11,19 @@ import msgspec
 from jaxcb.errors import RequestError
 
 MAX_TOOLS = 128
+MAX_DEPTH = 200
+"""Levels of a tool's schema, and of a call's arguments."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError if JSON is nested so deeply that what reads it later would run out of stack."""
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level, depth = [item for items in inner for item in items], depth + 1
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +38,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"name must be up to 64 letters, digits, _, - and ., got {self.name[:80]!r}")
+        check_depth(self.parameters)
 
     def plain(self) -> dict[str, Any]:
         """What templates take."""
@@ -75,7 +88,11 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             ValueError: they are none.
         """
-        arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        check_depth(arguments)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from .sse import named_events
 PATH = "/v1/messages"
 BASE: dict[str, Any] = {"max_tokens": 300, "messages": [{"role": "user", "content": "hi"}]}
 WEATHER = {"name": "weather", "description": "The weather.", "input_schema": {"type": "object"}}
+DEEP: dict[str, Any] = json.loads('{"a":' * 300 + "1" + "}" * 300)
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": DEEP}
 ADD = {"name": "add", "input_schema": {"type": "object"}}
 
 
@@ -68,8 +71,6 @@ def test_calls_and_thoughts_are_blocks() -> None:
 
 def rebuilt(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that a stream builds, as Anthropic's clients build it."""
-    import json
-
     message: dict[str, Any] = {}
     pieces = ""
     for event in found:
@@ -186,6 +187,8 @@ def test_thinking_is_a_setting_of_the_template() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking"),
         ({"service_tier": "priority"}, "service_tier"),
+        ({"tools": [{"name": "f", "input_schema": DEEP}]}, "tools[0]"),
+        ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages[0].content[0].input"),
         ({"n": 2}, "n is not"),
         ({"stop": ["x"]}, "stop is not"),
         ({"nonsense": 1}, "nonsense"),

@@ -22,6 +22,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+DEEP: dict[str, Any] = json.loads('{"a":' * 300 + "1" + "}" * 300)
 ADD = {"type": "function", "function": {"name": "add"}}
 
 
@@ -160,6 +161,7 @@ def test_markers_that_are_special_tokens_are_not_left_out() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
         ({"tools": [ADD, ADD]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}, "tools[0].function"),
         ({"tools": [ADD | {"more": 1}]}, "tools[0].more"),
         ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -177,7 +179,7 @@ def test_what_makes_no_sense_is_refused_by_name(client: TestClient, fields: dict
     assert refusal(client, **fields)["param"] == param
 
 
-@pytest.mark.parametrize("arguments", ["{", "[]", "5", '"x"'])
+@pytest.mark.parametrize("arguments", ["{", "[]", "5", '"x"', '{"a":' * 5000 + "1" + "}" * 5000, json.dumps(DEEP)])
 def test_arguments_that_are_no_object_are_refused(client: TestClient, arguments: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     error = refusal(client, messages=[{"role": "assistant", "tool_calls": [call]}])
