@@ -76,9 +76,9 @@ class SamplingParams:
         logprobs: give the log-probability of each token, and of so many most likely ones, 0 to 20; -1: of all of them.
         prompt_logprobs: the same for the tokens of the prompt, from the second on; always of the model's own logits.
             The whole prompt is computed for them, once for each of ``n`` answers, whatever the prefix cache holds.
-        structured_outputs: the language that the text must be in. Then end tokens and ``stop`` strings end the answer
-            only where it is complete, and where the language allows nothing more the answer ends, whatever
-            ``min_tokens`` and ``ignore_eos`` say.
+        structured_outputs: the language that the text must be in. Then end tokens end the answer only where it is
+            complete, and where the language allows nothing more the answer ends, whatever ``min_tokens`` and
+            ``ignore_eos`` say. A ``stop`` string ends it wherever it comes.
         extra_args: for the engine's own logits processors (:class:`jaxcb.logits_processor.LogitsProcessor`).
 
     Raises:

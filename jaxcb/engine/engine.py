@@ -173,7 +173,7 @@ class Engine:
             choices, streams = [], []
             for index in range(count):
                 choice = prepare.choice_of(request, index)
-                key, stream = self._open(request.request_id, choice, index, loop, grammar)
+                key, stream = self._open(request.request_id, choice, index, loop)
                 choices.append(dataclasses.replace(choice, request_id=key))
                 streams.append(stream)
             self._inbox.put(Arrival(choices, grammar))
@@ -199,7 +199,7 @@ class Engine:
             known = [next(iter(self._inbox.keys_of(parent.request.request_id)), None) for parent in parents]
             streams, forks = [], []
             for request, parent in children:
-                key, stream = self._open(request.request_id, request, 0, loop, None)
+                key, stream = self._open(request.request_id, request, 0, loop)
                 request = prepare.with_processor_states(request, self.config.logits_processors)
                 forks.append((dataclasses.replace(request, request_id=key), known[parent]))
                 streams.append(stream)
@@ -212,11 +212,10 @@ class Engine:
         choice: Request,
         index: int,
         loop: asyncio.AbstractEventLoop | None,
-        grammar: Grammar | None,
     ) -> tuple[str, OutputStream]:
         """A key and a stream for one answer. The caller holds the inbox's lock."""
         key, stream = self._inbox.open(request_id, choice, index, loop)
-        self._text.open(key, choice, None if grammar is None else grammar.accepts)
+        self._text.open(key, choice)
         return key, stream
 
     def check_request(self, request: Request) -> None:

@@ -49,7 +49,6 @@ class Grammar:
 
     wanted: StructuredOutputs
     matcher: llguidance.LLMatcher
-    tokenizer: llguidance.LLTokenizer
     marker: Marker | None
     mask_size: int
     """Ids in a mask: those of the model, or of the tokenizer if they are more."""
@@ -65,15 +64,6 @@ class Grammar:
             marker=self.marker,
             takes_forced=takes_forced,
         )
-
-    def accepts(self, text: str) -> bool:
-        """Whether a text is a whole answer."""
-        if self.marker is not None:
-            _, found, text = text.partition(self.marker.text.decode())
-            if not found:
-                return False
-        matcher = self.matcher.deep_copy()
-        return matcher.consume_tokens(self.tokenizer.tokenize_str(text)) and matcher.is_accepting()
 
 
 class GrammarCompiler:
@@ -142,7 +132,7 @@ class GrammarCompiler:
             if error := _try_out(matcher):
                 raise _refusal(wanted, error)
             marker = self._marker(wanted.reasoning_end)
-            return Grammar(wanted, matcher, tokenizer, marker, self._mask_size, self._eos_ids)
+            return Grammar(wanted, matcher, marker, self._mask_size, self._eos_ids)
         except RequestError:
             raise
         except Exception as error:  # of a library: whatever it raises refuses this request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
 class StopMatcher:
@@ -29,14 +29,11 @@ class StopMatcher:
         """Characters at the end of the text so far that match the beginning of each stop string."""
         self._held = ""
 
-    def add(
-        self, piece: str, *, armed: bool = True, allows: Callable[[str], bool] | None = None
-    ) -> tuple[str, str | None]:
+    def add(self, piece: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Take the next text and return (text that is safe to show, stop string that ended the stream or None).
 
         After a match the rest of the text is dropped, and the matcher must not be used again. While not ``armed`` a
-        complete stop string is passed by, and one that is complete only later is still seen whole. So is one where
-        ``allows`` is false of the text that would be returned.
+        complete stop string is passed by, and one that is complete only later is still seen whole.
         """
         if not self._stops:
             return piece, None
@@ -44,9 +41,7 @@ class StopMatcher:
         for end, char in enumerate(piece, start=len(self._held) + 1):
             matched = self._step(char)
             if matched is not None and armed:
-                shown = text[:end] if self._include_stop else text[: end - len(matched)]
-                if allows is None or allows(shown):
-                    return shown, matched
+                return text[:end] if self._include_stop else text[: end - len(matched)], matched
         safe = len(text) - max(self._matched)
         self._held = text[safe:]
         return text[:safe], None

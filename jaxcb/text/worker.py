@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[list[tuple[str, "TextUpdate"]]], None]
 """Takes the updates of one step, each with its request's key, on the worker's thread."""
-Accepts = Callable[[str], bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,14 +80,11 @@ class TextUpdate:
 class _TextState:
     """The text side of one open request."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, accepts: Accepts | None):
+    def __init__(self, request: Request, tokenizer: Tokenizer):
         sampling = request.sampling
         self.request = request
         self.detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, sampling.skip_special_tokens)
         self.matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
-        self.accepts = accepts
-        self.shown = ""
-        """The text so far, where ``accepts`` is to be asked."""
         self.num_tokens = 0
         self.first_token_s: float | None = None
 
@@ -107,14 +103,11 @@ class _TextState:
         if reason is not None:
             piece += self.detokenizer.flush()
         dropped = reason in (FinishReason.ABORT, FinishReason.ERROR)
-        armed = self.num_tokens >= sampling.min_tokens and not dropped
-        piece, matched = self.matcher.add(piece, armed=armed, allows=None if self.accepts is None else self._is_whole)
+        piece, matched = self.matcher.add(piece, armed=self.num_tokens >= sampling.min_tokens and not dropped)
         if matched is not None:
             reason, stop = FinishReason.STOP, matched
         elif reason is not None:
             piece += self.matcher.flush()
-        if self.accepts is not None:
-            self.shown += piece
         return TextUpdate(
             token_ids=[] if event.token_id is None else [event.token_id],
             text=piece,
@@ -130,11 +123,6 @@ class _TextState:
             embedding=event.embedding,
         )
 
-    def _is_whole(self, piece: str) -> bool:
-        """Whether the answer may end with this piece."""
-        assert self.accepts is not None
-        return self.accepts(self.shown + piece)
-
 
 class TextWorker:
     """``on_stop(key)`` is called when a stop string ends a request that the engine still runs; ``on_batch(start_s,
@@ -148,17 +136,14 @@ class TextWorker:
         on_batch: Callable[[float, float, int], None] | None = None,
     ):
         self._tokenizer, self._sink, self._on_stop, self._on_batch = tokenizer, sink, on_stop, on_batch
-        self._queue: queue.SimpleQueue[list[TextEvent] | tuple[str, Request, Accepts | None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[list[TextEvent] | tuple[str, Request] | None] = queue.SimpleQueue()
         self._open: dict[str, _TextState] = {}
         self._thread = threading.Thread(target=self._run, name="jaxcb-text", daemon=True)
         self._thread.start()
 
-    def open(self, key: str, request: Request, accepts: Accepts | None = None) -> None:
-        """Announce a request before its first event. ``accepts`` is true of texts with which its answer may end; stop
-        strings that would end it with another one are passed by."""
-        self._queue.put((key, request, accepts))
+    def open(self, key: str, request: Request) -> None:
+        """Announce a request before its first event."""
+        self._queue.put((key, request))
 
     def put(self, events: list[TextEvent]) -> None:
         """Events of one step, in order."""
@@ -172,8 +157,8 @@ class TextWorker:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, tuple):
-                key, request, accepts = item
-                self._open[key] = _TextState(request, self._tokenizer, accepts)
+                key, request = item
+                self._open[key] = _TextState(request, self._tokenizer)
             else:
                 start_s = time.perf_counter()
                 self._sink(self._updates(item))

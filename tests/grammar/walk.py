@@ -54,3 +54,13 @@ def walk(
 
 def compiled(compiler: GrammarCompiler, **fields: object) -> Grammar:
     return compiler.compile(StructuredOutputs(**fields))  # type: ignore[arg-type]  # a test's fields
+
+
+def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
+    """Whether a text is a whole answer."""
+    if grammar.marker is not None:
+        _, found, text = text.partition(grammar.marker.text.decode())
+        if not found:
+            return False
+    matcher = grammar.matcher.deep_copy()
+    return matcher.consume_tokens(compiler._llguidance_tokenizer().tokenize_str(text)) and matcher.is_accepting()
