@@ -32,7 +32,7 @@ class StructuredOutputs:
         structural_tag: free text in which certain openings (``triggers``) begin a tag, whose content has a schema:
             ``{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}``.
         whitespace_pattern: with ``json`` or ``json_object``: a regex of the whitespace between two elements, instead of
-            any.
+            any of at most 64 characters.
         disable_any_whitespace: with these: no whitespace at all.
         reasoning_end: the answer begins with free text that ends with this marker (``"</think>"``, say); what comes
             after it is constrained. For models that think before they answer.

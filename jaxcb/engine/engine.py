@@ -28,7 +28,7 @@ from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, QueueFullError, RequestError
-from jaxcb.grammar import Grammar, GrammarCompiler
+from jaxcb.grammar import GrammarCompiler
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params

@@ -16,7 +16,7 @@ from jaxcb.structured_outputs import StructuredOutputs
 
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _WHITESPACE = r"[ \t\r\n]{1,64}"
-"""Between the elements of JSON: bounded, or a model that has nothing to say writes blanks until its tokens are spent."""
+"""Between the elements of JSON: bounded, or a model with nothing to say writes blanks until its tokens are spent."""
 _REGEX_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$&~#-]")
 
 
@@ -34,9 +34,10 @@ def source_of(wanted: StructuredOutputs, special_tokens: Collection[str] = ()) -
 def _json(wanted: StructuredOutputs) -> str:
     schema = {"type": "object"} if wanted.json is None else wanted.json
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}  # whatever the schema says of itself
-    options["whitespace_pattern"] = wanted.whitespace_pattern or _WHITESPACE
     if wanted.disable_any_whitespace:
         options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = wanted.whitespace_pattern or _WHITESPACE
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]  # its TypedDict has no name at run time
 
 

@@ -33,8 +33,11 @@ def held_to(sampling: dict[str, object] | None = None, **fields: object) -> Samp
 
 
 def check(output: RequestOutput, schema: dict[str, object]) -> bool:
-    """Whether it came to its end; then it is valid."""
+    """Whether it came to its end; then it is valid. A stop string of the request's own cuts it short."""
     assert output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), output.error
+    if isinstance(output.stop_reason, str):
+        assert output.stop_reason not in output.text
+        return False
     if output.finish_reason is FinishReason.STOP:
         jsonschema.validate(json.loads(output.text), schema)
     return output.finish_reason is FinishReason.STOP
