@@ -165,7 +165,7 @@ def _noting(make, counts, engine):
     """Notes how many requests there are in the engine with each that is made."""
 
     def noted(*args):
-        counts.append(len(engine._streams) + 1)
+        counts.append(len(engine._inbox.open_keys()) + 1)
         return make(*args)
 
     return noted

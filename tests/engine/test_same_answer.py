@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import numpy as np
 import pytest
 
@@ -59,7 +61,18 @@ CROSSINGS = {
 }
 
 
-@pytest.mark.parametrize("crossing", CROSSINGS)
+SHORT = ("all_together", "budget_17", "preemption", "pages_of_64")
+"""What xla always runs; on a CPU it compiles for longer than it computes, and the rest of it is slow."""
+
+
+def on_both_backends(name: str, values: Iterable[object], short: Collection[object]) -> pytest.MarkDecorator:
+    """Parametrizes a test: all values on the native kernels, on xla the short form (the others are slow tests)."""
+    cases = [pytest.param("native", value, marks=pytest.mark.native) for value in values]
+    cases += [pytest.param("xla", value, marks=() if value in short else pytest.mark.slow) for value in values]
+    return pytest.mark.parametrize(("backend", name), cases, indirect=["backend"], scope="module")
+
+
+@on_both_backends("crossing", CROSSINGS, SHORT)
 def test_tokens_are_those_of_the_request_alone(crossing, prompts, alone, make_engine):
     engine = make_engine(**CROSSINGS[crossing])
     outputs = complete(engine, prompts, GREEDY)
@@ -93,7 +106,7 @@ def test_a_seeded_sample_is_the_same_in_any_company(prompts, lonely, make_engine
     assert [list(output.token_ids) for output in together] == alone
 
 
-@pytest.mark.parametrize("budget", [32, 64, 640])
+@on_both_backends("budget", (32, 64, 640), (32,))
 def test_a_common_beginning_that_arrives_in_one_burst_is_computed_before_it_is_shared(budget, make_engine):
     """nano-vllm#208: the second request took the first one's pages as cached although they weren't computed yet."""
     common = [(11 * i) % 263 for i in range(160)]

@@ -74,7 +74,35 @@ inline void dot_tile(const float* const (&x_rows)[R], const W* const (&w_rows)[C
   for (int i = 0; i < R * C; i += 4) sum4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3], out + i);
 }
 
-// The same sums, bit for bit, over columns that pack_columns() has laid out, for sizes that kLanes divides.
+// The same sums, bit for bit, of sizes that kLanes divides. The columns stream from memory, as with kPrefetch, and are
+// left in `panel` as float32, kLanes of each in turn: [size / kLanes][C][kLanes].
+template <int R, int C, class W>
+inline void dot_and_pack(const float* const (&x)[R], const W* const (&w)[C], int64_t size, float* panel, float* out) {
+  static_assert(R * C % 4 == 0);
+  F32 sums[R * C];
+#pragma GCC unroll 24
+  for (int i = 0; i < R * C; i++) sums[i] = zero();
+  for (int64_t k = 0; k < size; k += kLanes, panel += C * kLanes) {
+    constexpr int64_t kLine = 64 / sizeof(W);
+    if (k % kLine == 0) {
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) __builtin_prefetch(w[c] + k + C * size);
+    }
+    F32 columns[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store(panel + c * kLanes, columns[c] = load(w[c] + k));
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      F32 row = load(x[r] + k);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) sums[r * C + c] = fma(row, columns[c], sums[r * C + c]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int i = 0; i < R * C; i += 4) sum4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3], out + i);
+}
+
+// The same sums again, over columns that dot_and_pack() has laid out.
 template <int R, int C>
 inline void dot_packed(const float* const (&x)[R], const float* panel, int64_t size, float* out) {
   constexpr int kSums = (R * C + 3) / 4 * 4;
@@ -97,15 +125,6 @@ inline void dot_packed(const float* const (&x)[R], const float* panel, int64_t s
   for (int i = 0; i < kSums; i += 4) sum4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3], added + i);
 #pragma GCC unroll 24
   for (int i = 0; i < R * C; i++) out[i] = added[i];
-}
-
-// C columns as float32, kLanes of each in turn: [size / kLanes][C][kLanes].
-template <int C, class W>
-inline void pack_columns(const W* const (&w)[C], int64_t size, float* panel) {
-  for (int64_t k = 0; k < size; k += kLanes, panel += C * kLanes) {
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) store(panel + c * kLanes, load(w[c] + k));
-  }
 }
 
 }  // namespace jaxcb

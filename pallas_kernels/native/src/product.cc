@@ -6,7 +6,7 @@
 namespace jaxcb {
 namespace {
 
-constexpr int64_t kManyRows = 48;  // from here on packing pays
+constexpr int64_t kManyRows = 28;  // from here on packing pays
 constexpr int64_t kBlock = 48;     // most columns of an item: 110 KB of float32 at 576 inputs
 
 // Sums of columns [first, last) for R rows from `row` on, into out[row * stride + column - first].
@@ -41,20 +41,28 @@ void some_rows_packed(const Product& p, const float* panels, int64_t row, int64_
   }
 }
 
-// Many rows: the block's weights are widened and packed once, then every row passes over them.
+// Many rows: the first ones bring the block's weights into the cache and leave them widened and packed, then the others
+// pass over them.
 template <class W>
 void columns_packed(const Product& p, int64_t first, int64_t last, float* out, int64_t stride) {
   static thread_local Scratch scratch;
-  int64_t tiles = (last - first + kColumns - 1) / kColumns, panel = kColumns * p.inputs;
-  float* panels = scratch.get(tiles * panel);
-  for (int64_t tile = 0; tile < tiles; tile++) {
+  int64_t count = last - first, panel = kColumns * p.inputs;
+  float* panels = scratch.get((count + kColumns - 1) / kColumns * panel);
+  const float* x[kRows];
+  for (int r = 0; r < kRows; r++) x[r] = p.x + r * p.inputs;
+  for (int64_t n = 0; n < count; n += kColumns) {
     const W* w[kColumns];
     for (int c = 0; c < kColumns; c++) {
-      w[c] = static_cast<const W*>(p.weights) + std::min<int64_t>(first + tile * kColumns + c, last - 1) * p.inputs;
+      w[c] = static_cast<const W*>(p.weights) + std::min<int64_t>(first + n + c, last - 1) * p.inputs;
     }
-    pack_columns<kColumns>(w, p.inputs, panels + tile * panel);
+    float sums[kRows * kColumns];
+    dot_and_pack<kRows, kColumns>(x, w, p.inputs, panels + n / kColumns * panel, sums);
+    int64_t valid = std::min<int64_t>(kColumns, count - n);
+    for (int r = 0; r < kRows; r++) {
+      for (int64_t c = 0; c < valid; c++) out[r * stride + n + c] = sums[r * kColumns + c];
+    }
   }
-  int64_t row = 0, count = last - first;
+  int64_t row = kRows;
   for (; row + kRows <= p.rows; row += kRows) some_rows_packed<kRows>(p, panels, row, count, out, stride);
   if (p.rows - row == 3) some_rows_packed<3>(p, panels, row, count, out, stride);
   if (p.rows - row == 2) some_rows_packed<2>(p, panels, row, count, out, stride);
