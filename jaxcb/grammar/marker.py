@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from jaxcb.text.stops import borders
+
 
 class Marker:
     """A marker and the tokens of a vocabulary that could run past it.
@@ -18,7 +20,7 @@ class Marker:
         self.token_bytes = token_bytes
         last = self.text[-1:]
         self._candidates = [token for token, piece in enumerate(token_bytes) if last in piece[:-1]]
-        self._fallbacks = _borders(self.text)
+        self._fallbacks = borders(self.text)
         self.overshooting = functools.cache(self._overshooting)
         """State -> the ids that are forbidden in it."""
 
@@ -43,16 +45,3 @@ class Marker:
         while state and self.text[state] != byte:
             state = self._fallbacks[state - 1]
         return state + (self.text[state] == byte)
-
-
-def _borders(text: bytes) -> list[int]:
-    """For every prefix of ``text``: the length of its longest proper border (Knuth, Morris and Pratt 1977)."""
-    borders = [0] * len(text)
-    length = 0
-    for index in range(1, len(text)):
-        while length and text[length] != text[index]:
-            length = borders[length - 1]
-        if text[length] == text[index]:
-            length += 1
-        borders[index] = length
-    return borders

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+
 import msgspec
 
 from jaxcb.request import RequestOutput
@@ -19,7 +21,7 @@ def event(value: object, name: str | None = None) -> bytes:
     return head + b"data: " + encode(value) + b"\n\n"
 
 
-class Writer:
+class Writer(abc.ABC):
     """Writes the stream of one call. Here: what OpenAI's older endpoints do, but for the chunks."""
 
     keep_alive = KEEP_ALIVE
@@ -28,9 +30,9 @@ class Writer:
         """What stands before the first output."""
         return b""
 
+    @abc.abstractmethod
     def chunk(self, index: int, output: RequestOutput, first: bool) -> bytes:
         """What an output adds to choice ``index``; ``first``: it is the choice's first."""
-        raise NotImplementedError
 
     def usage(self, usage: Usage) -> msgspec.Struct | None:
         """The last chunk, if it was asked for."""

@@ -24,7 +24,7 @@ class StopMatcher:
     def __init__(self, stop: Sequence[str], include_stop: bool = False):
         self._stops = tuple(stop)
         self._include_stop = include_stop
-        self._fallbacks = [_prefix_function(text) for text in self._stops]
+        self._fallbacks = [borders(text) for text in self._stops]
         self._matched = [0] * len(self._stops)
         """Characters at the end of the text so far that match the beginning of each stop string."""
         self._held = ""
@@ -69,14 +69,15 @@ class StopMatcher:
         return complete
 
 
-def _prefix_function(text: str) -> list[int]:
-    """For every prefix of ``text``: the length of its longest proper border. "abab" -> [0, 0, 1, 2]."""
-    borders = [0] * len(text)
+def borders(text: str | bytes) -> list[int]:
+    """For every prefix of ``text``: the length of its longest proper border (Knuth, Morris and Pratt 1977). "abab" ->
+    [0, 0, 1, 2]."""
+    found = [0] * len(text)
     length = 0
     for index in range(1, len(text)):
         while length and text[length] != text[index]:
-            length = borders[length - 1]
+            length = found[length - 1]
         if text[length] == text[index]:
             length += 1
-        borders[index] = length
-    return borders
+        found[index] = length
+    return found
