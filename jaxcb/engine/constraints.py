@@ -70,6 +70,8 @@ class Constraints:
 
     def learn(self, events: Iterable[TokenEvent]) -> list[TokenEvent]:
         """Take the tokens of a committed step. Returns the ends of those whose answer has to end here."""
+        if not self._of:
+            return []
         changed: dict[Sequence, Constraint] = {}
         for event in events:
             constraint = self._of.get(event.sequence)
