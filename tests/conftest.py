@@ -17,7 +17,22 @@ if version("jax").startswith("0.10."):  # what the engine's programs are compile
 GOLDEN = Path(__file__).parent / "golden"
 
 
+ENGINE_MAKERS = {"make_engine", "make_engines", "machine", "cores"}
+"""Fixtures that compile."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group the tests that share compiled engines, and skip what can't run here."""
+    for item in items:
+        if isinstance(item, pytest.Function) and ENGINE_MAKERS & set(item.fixturenames):
+            backend = item.callspec.params.get("backend", "") if hasattr(item, "callspec") else ""
+            group = f"{item.path.stem} {backend}".strip()  # one worker takes all of a file, or of a backend in it
+            item.add_marker(pytest.mark.xdist_group(group))
+    _skip_native(items)
+
+
+def _skip_native(items: list[pytest.Item]) -> None:
     """Skip what needs the native kernels where they can't be had. Only then: a build that should work must work."""
     marked = [item for item in items if item.get_closest_marker("native")]
     if marked:

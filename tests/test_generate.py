@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture
 def engine(make_engine):  # noqa: F811  # the fixture
-    return make_engine(max_num_seqs=4)
+    return make_engine()
 
 
 def test_results_come_in_the_order_of_the_prompts(engine):
@@ -192,7 +192,7 @@ def test_another_config_frees_the_engine_before(monkeypatch, make_engine):  # no
     made = []
 
     def start(config, *, progress):
-        made.append(weakref.ref(engine := make_engine(max_num_seqs=config.max_num_seqs)))
+        made.append(weakref.ref(engine := make_engine()))
         make_engine.forget()
         engine.asked_for = config
         return engine

@@ -15,7 +15,6 @@ from jaxcb.request import FinishReason, Request, SamplingParams
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 from tests.engine.run import complete
 
-pytestmark = pytest.mark.xdist_group("disagg")  # the engines of this file are shared by its tests
 PROMPTS = [[(5 * i * j + j) % 250 for j in range(20 + 37 * i)] for i in range(8)]
 SAMPLING = [
     SamplingParams(

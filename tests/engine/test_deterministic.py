@@ -16,7 +16,6 @@ from jaxcb.request import RequestOutput, SamplingParams
 from tests.engine.conftest import SPEC, engines_over
 from tests.engine.run import complete, prompts_that_share_beginnings
 
-pytestmark = pytest.mark.xdist_group("deterministic")  # the engines of this file are shared by its tests
 NUM_REQUESTS = 64
 KINDS = (
     {"temperature": 0},
@@ -25,10 +24,16 @@ KINDS = (
     {"seed": 3, "typical_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_n_sigma": 3.0},
 )
 """Of each tier one."""
-SHAPE = {"max_model_len": 384, "deterministic": True}
+SHAPE = {"deterministic": True}
 ALONE = SHAPE | {"max_num_seqs": 1, "max_num_batched_tokens": 320, "enable_prefix_caching": False, "run_ahead": False}
 TOGETHER = SHAPE | {"max_num_seqs": 64, "max_num_batched_tokens": 256}
-TIGHT = SHAPE | {"num_kv_pages": 26, "admission_watermark": 0.0, "max_num_batched_tokens": 40, "host_kv_gib": 0.05}
+TIGHT = SHAPE | {
+    "max_model_len": 384,
+    "num_kv_pages": 26,
+    "admission_watermark": 0.0,
+    "max_num_batched_tokens": 40,
+    "host_kv_gib": 0.05,
+}
 """Both kinds of preemption run the same programs: they are compiled once."""
 
 

@@ -38,7 +38,7 @@ def is_idle(engine: Engine) -> bool:
 
 @pytest.fixture
 def engine(make_engine) -> Engine:
-    return make_engine(max_num_seqs=4)
+    return make_engine()
 
 
 def test_an_abort_ends_the_stream_and_frees_everything(engine):
@@ -251,7 +251,7 @@ def test_an_impossible_request_is_refused_at_submit_and_leaves_no_trace(engine, 
 
 
 def test_the_queue_has_a_limit_and_recovers(make_engine):
-    engine = make_engine(max_num_seqs=2, max_waiting=3)
+    engine = make_engine(max_waiting=3)
     streams, refused = [], 0
     for i in range(40):
         try:
@@ -359,13 +359,13 @@ def test_a_caller_may_change_its_prompt_after_submitting(engine):
 
 
 def test_after_a_shutdown_in_the_middle_of_work_the_gauges_are_at_zero(make_engine):
-    engine = make_engine(max_num_seqs=4)
-    streams = [engine.submit(request(f"r{i}")) for i in range(8)]
+    engine = make_engine()
+    streams = [engine.submit(request(f"r{i}")) for i in range(16)]
     next(streams[0])
     assert engine.stats().kv_pages_used > 0
     engine.shutdown()
-    assert [list(stream)[-1].finish_reason for stream in streams] == [FinishReason.ABORT] * 8
-    assert is_idle(engine) and engine.stats().finished["abort"] == 8
+    assert [list(stream)[-1].finish_reason for stream in streams] == [FinishReason.ABORT] * 16
+    assert is_idle(engine) and engine.stats().finished["abort"] == 16
 
 
 def test_a_request_that_the_scheduler_refuses_late_ends_with_its_reason_and_harms_nobody(engine, monkeypatch):
@@ -384,7 +384,7 @@ def test_a_policy_that_fails_for_a_request_harms_no_other(make_engine):
     def key(sequence, view):
         return {"": 1}[sequence.request.tenant]
 
-    engine = make_engine(max_num_seqs=4, policy=key)
+    engine = make_engine(policy=key)
     running = engine.submit(request("a"))
     next(running)
     odd = Request(request_id="b", prompt_token_ids=[5], sampling=SamplingParams(max_tokens=3), tenant="odd")

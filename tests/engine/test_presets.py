@@ -15,7 +15,7 @@ SIZES = {
     "dtype": "float32",
     "max_num_seqs": 4,
     "max_num_batched_tokens": 256,
-    "max_model_len": 250,
+    "max_model_len": 256,
     "num_kv_pages": 64,
     "page_size": 16,
     "decode_buckets": (),

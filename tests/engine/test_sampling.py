@@ -22,7 +22,6 @@ from tests.engine.restarted import JOBS, answers_of
 from tests.engine.run import complete
 from tests.step.forward import teacher_forced
 
-pytestmark = pytest.mark.xdist_group("engine_sampling")  # the engines of this file are shared by its tests
 PROMPTS = [[(7 * i + j * j) % 250 for j in range(5 + 3 * i)] for i in range(6)]
 KINDS = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25},

@@ -16,13 +16,12 @@ from tests.conftest import GOLDEN
 from tests.engine.run import complete
 from tests.models.test_decoder import load
 
-pytestmark = pytest.mark.xdist_group("engine_transformers")  # the engines of this file are shared by its tests
 PENALTIES = json.loads((GOLDEN / "penalties.json").read_text(encoding="utf-8"))
 SHAPE: dict[str, Any] = {
     "dtype": "float32",
-    "max_num_seqs": 5,
+    "max_num_seqs": 10,
     "max_num_batched_tokens": 16,
-    "max_model_len": 64,
+    "max_model_len": 128,
     "decode_buckets": (),
     "mixed_buckets": (),
 }
