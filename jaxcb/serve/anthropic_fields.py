@@ -12,7 +12,7 @@ from jaxcb.serve.call import Call
 from jaxcb.serve.conversation import Conversation
 from jaxcb.serve.fields import convert, decode_object, refuse_unsupported, take
 from jaxcb.serve.prepare import conversation_call
-from jaxcb.serve.requests import SamplingFields, SchedulingFields, TemplateFields
+from jaxcb.serve.requests import SamplingFields, SchedulingFields, TemplateFields, check_counted
 from jaxcb.serve.tools import FunctionTool, ToolChoice, check_depth
 from jaxcb.structured_outputs import StructuredOutputs
 
@@ -192,7 +192,7 @@ def read(body: bytes, service: Service) -> Call:
         conversation_of(given, service).with_effort(config.effort, service),
         sampling,
         service,
-        prefix="msg",
+        prefix="msg_",
         model=model,
         stream=bool(given.stream),
         scheduling=scheduling,
@@ -213,6 +213,7 @@ def count(body: bytes, service: Service) -> int:
     given = convert(fields, CountFields)
     service.check_model(given.model)
     text = conversation_of(given, service).render(service)
+    check_counted("messages", text)
     return len(service.engine.tokenizer.encode_chat(text))
 
 

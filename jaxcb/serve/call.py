@@ -79,8 +79,9 @@ class Face:
 
 
 def new_id(prefix: str) -> str:
-    """An id that no client can choose or guess, so that two requests never share one."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    """An id that no client can choose or guess, so that two requests never share one. ``prefix``: what OpenAI and
+    Anthropic begin ids of the kind with, which some clients look at ("chatcmpl-", "resp_")."""
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def wants_usage(stream: bool | None, options: StreamOptions | None) -> bool:

@@ -22,6 +22,7 @@ from jaxcb.serve.requests import (
     SamplingFields,
     SchedulingFields,
     TemplateFields,
+    check_counted,
 )
 from jaxcb.serve.structured import read_structured
 from jaxcb.serve.tools import ToolFields
@@ -73,6 +74,8 @@ def read(body: bytes, service: Service) -> Call:
     conversation = conversation.with_effort(chat.reasoning_effort, service)
     text = conversation.render(service)
     longest = about_prompt.longest_text(service.max_model_len)
+    if longest is None:
+        check_counted("messages", text)
     token_ids = about_prompt.cut(service.engine.tokenizer.encode_chat(text, max_tokens=longest), service.max_model_len)
     defaults = service.sampling_defaults(len(token_ids), None)
     if beams is None:
@@ -85,7 +88,7 @@ def read(body: bytes, service: Service) -> Call:
         params = SamplingParams(n=searched[0].width)
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     return Call(
-        id=new_id("chatcmpl"),
+        id=new_id("chatcmpl-"),
         model=model,
         prompts=[Prompt(token_ids, params)],
         stream=bool(chat.stream),

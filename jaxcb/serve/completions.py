@@ -24,6 +24,7 @@ from jaxcb.serve.requests import (
     PromptFields,
     SamplingFields,
     SchedulingFields,
+    check_counted,
 )
 from jaxcb.serve.responses import Completion, TextChoice, Usage
 from jaxcb.serve.sse import Writer, event
@@ -86,7 +87,7 @@ def read(body: bytes, service: Service) -> Call:
     if beams is not None:
         return _beam_call(beams, sampling, prompts, model, scheduling, service)
     return Call(
-        id=new_id("cmpl"),
+        id=new_id("cmpl-"),
         model=model,
         prompts=[
             Prompt(
@@ -125,7 +126,7 @@ def _beam_call(
     limits = [service.sampling_defaults(len(ids), DEFAULT_MAX_TOKENS)["max_tokens"] for ids in prompts]
     beams = [fields.of(sampling, limit) for limit in limits]
     return Call(
-        id=new_id("cmpl"),
+        id=new_id("cmpl-"),
         model=model,
         prompts=[Prompt(ids, SamplingParams(n=beams[0].width)) for ids in prompts],
         stream=False,
@@ -157,9 +158,10 @@ def _prompts(prompt: str | list[str | int | list[int]], about: PromptFields, ser
     """
     longest = about.longest_text(service.max_model_len)
     encode = functools.partial(service.engine.tokenizer.encode, max_tokens=longest)
-    prompts: list[Sequence[int]] = [
-        encode(one) if isinstance(one, str) else one for one in split_prompts(prompt, "prompt")
-    ]
+    given = split_prompts(prompt, "prompt")
+    if longest is None:
+        check_counted("prompt", *(one for one in given if isinstance(one, str)))
+    prompts: list[Sequence[int]] = [encode(one) if isinstance(one, str) else one for one in given]
     check_prompts(prompts, "prompt")
     return [about.cut(token_ids, service.max_model_len) for token_ids in prompts]
 

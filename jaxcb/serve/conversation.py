@@ -35,8 +35,14 @@ class Conversation:
         """The prompt's text, by the model's own template. One that knows no tools is given them as text.
 
         Raises:
-            RequestError: there is no template, or it refuses the messages.
+            RequestError: there is no template, it refuses the messages, or there are too many.
         """
+        if len(self.messages) > service.max_model_len:  # not worth minutes of a template's time
+            raise RequestError(
+                f"messages holds {len(self.messages)} messages, more than the model's context of "
+                f"{service.max_model_len} tokens can hold",
+                param="messages",
+            )
         tokenizer, tools = service.engine.tokenizer, self.choice.usable()
         messages = self.messages
         about_tools = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)

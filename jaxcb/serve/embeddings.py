@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -152,6 +153,12 @@ def _score_requests(body: bytes, service: Service) -> tuple[str, list[Request]]:
             f"context must be one, or as many as continuation has ({len(continuations)}), got {len(contexts)}",
             param="context",
         )
+    for index, (one, other) in enumerate(zip(contexts, continuations, strict=True)):
+        if isinstance(one, str) != isinstance(other, str):
+            raise RequestError(
+                f"continuation[{index}] must be of its context's kind: both text, or both token ids",
+                param="continuation",
+            )
     pairs = list(zip(contexts, continuations, strict=True))
     return model, _named("context", lambda: scoring.score_requests(service.engine, pairs))
 
@@ -161,7 +168,7 @@ def _named(name: str, build: Any) -> list[Request]:
     try:
         return build()
     except RequestError as error:
-        raise RequestError(str(error), param=name) from error
+        raise RequestError(re.sub(r"^(texts|pairs)\[", f"{name}[", str(error)), param=name) from error
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> ReadUsage:

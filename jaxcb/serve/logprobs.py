@@ -83,14 +83,19 @@ def text_logprobs(values: Logprobs | None, tokenizer: Tokenizer, offset: int = 0
     top: list[dict[str, float] | None] | None = None
     if values.top_ids.shape[1]:
         top = [
-            {
-                _text(tokenizer.token_bytes(token_id)): logprob
-                for token_id, logprob in zip(ids.tolist(), _finite(logprobs), strict=True)
-            }
+            _by_text(ids.tolist(), _finite(logprobs), tokenizer)
             for ids, logprobs in zip(values.top_ids, values.top_logprobs, strict=True)
         ]
     own: list[float | None] = [*_finite(values.logprobs)]
     return TextLogprobs(tokens=tokens, token_logprobs=own, top_logprobs=top, text_offset=offsets)
+
+
+def _by_text(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer) -> dict[str, float]:
+    """The likeliest tokens, likeliest first. Where several read alike (parts of characters do), the first of them."""
+    found: dict[str, float] = {}
+    for token_id, logprob in zip(ids, logprobs, strict=True):
+        found.setdefault(_text(tokenizer.token_bytes(token_id)), logprob)
+    return found
 
 
 def echoed_logprobs(

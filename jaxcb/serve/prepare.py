@@ -27,19 +27,20 @@ def conversation_call(
     field_names: Mapping[str, str],
     asked: Any,
     wanted: StructuredOutputs | None = None,
+    logprobs: int | None = None,
 ) -> Call:
     """One answer to a conversation. ``prefix`` is that of the answer's id, ``wanted`` the language that the body holds
-    the answer to; the others are fields of the call.
+    the answer to, ``logprobs`` how many likeliest tokens it asks for; the others are fields of the call.
 
     Raises:
         RequestError: a value is out of range, or the template refuses the messages; ``.param`` names the field.
     """
     try:
-        sampling.params(defaults={})  # refused before the template does its work
+        sampling.params(defaults={}, logprobs=logprobs)  # refused before the template does its work
         text = conversation.render(service)
         token_ids = service.engine.tokenizer.encode_chat(text, max_tokens=service.max_model_len)
         own = conversation.sampling(service, text, wanted)
-        params = sampling.params(defaults=service.sampling_defaults(len(token_ids), None), **own)
+        params = sampling.params(defaults=service.sampling_defaults(len(token_ids), None), logprobs=logprobs, **own)
     except RequestError as error:
         raise RequestError(str(error), param=field_names.get(error.param or "", error.param)) from error
     return Call(

@@ -82,6 +82,21 @@ class SchedulingFields(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
+MAX_COUNTED_CHARS = 4_000_000
+"""Characters in one request of texts whose tokens are counted or cut, and so need not fit the context: a million
+tokens, which take a core about ten seconds."""
+
+
+def check_counted(name: str, *texts: str) -> None:
+    """Raise RequestError where ``texts``, which the field ``name`` holds, are too long to be tokenized at once."""
+    if (count := sum(map(len, texts))) > MAX_COUNTED_CHARS:
+        raise RequestError(
+            f"{name} has {count} characters; at most {MAX_COUNTED_CHARS} are tokenized in one request: send it in "
+            "pieces",
+            param=name,
+        )
+
+
 class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's extras about the prompt's tokens: how many are kept, and whether ids come back."""
 

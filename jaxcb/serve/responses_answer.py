@@ -12,6 +12,8 @@ from jaxcb.request import FinishReason, RequestOutput
 from jaxcb.serve.call import Call, Face, new_id
 from jaxcb.serve.chat_answer import reasoning_tokens
 from jaxcb.serve.errors import ApiError
+from jaxcb.serve.logprobs import TokenLogprob
+from jaxcb.serve.message_logprobs import MessageLogprobs, MessageToken
 from jaxcb.serve.responses import Usage
 from jaxcb.serve.responses_fields import Asked
 from jaxcb.serve.sse import Writer, event
@@ -20,7 +22,7 @@ from jaxcb.serve.sse import Writer, event
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -100,6 +102,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     text: dict[str, Any]
     tool_choice: Any
     tools: list[Any]
+    top_logprobs: int
     top_p: float
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
@@ -115,6 +118,14 @@ class _Builder:
         self.items: list[Item] = []
         self._open = False
         """The last item is not complete."""
+        self._messages = -1
+        """Number of the last message, from 0."""
+        self._tokens: list[MessageToken] = []
+        """Of messages, with their log-probabilities, that were not said yet."""
+
+    def know(self, tokens: Sequence[MessageToken]) -> None:
+        """Log-probabilities of tokens, to be said beside their text."""
+        self._tokens += tokens
 
     def take(self, parts: Sequence[Event]) -> list[tuple[str, dict[str, Any]]]:
         return [said for part in parts for said in self._take(part)]
@@ -131,7 +142,10 @@ class _Builder:
         else:
             part = item.content[0]
             name = "output_text" if isinstance(part, OutputText) else "reasoning_text"
-            more: dict[str, Any] = {"logprobs": []} if isinstance(part, OutputText) else {}
+            more: dict[str, Any] = {}
+            if isinstance(part, OutputText):
+                part.logprobs += self._logprobs()
+                more["logprobs"] = part.logprobs
             said.append(self._said(f"response.{name}.done", content_index=0, text=part.text, **more))
             said.append(self._said("response.content_part.done", content_index=0, part=part))
         return [*said, ("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})]
@@ -142,7 +156,7 @@ class _Builder:
 
     def _take(self, part: Event) -> list[tuple[str, dict[str, Any]]]:
         if isinstance(part, CallStart):
-            return self._begin(CallItem(id=new_id("fc"), call_id=self._call.new_call_id(), name=part.name))
+            return self._begin(CallItem(id=new_id("fc_"), call_id=self._call.new_call_id(), name=part.name))
         if isinstance(part, Text):
             return self._add(MessageItem, OutputText, part.text)
         if isinstance(part, Reasoning):
@@ -155,15 +169,25 @@ class _Builder:
     def _add(self, kind: type[Any], content: type[Any], text: str) -> list[tuple[str, dict[str, Any]]]:
         said = []
         if not self._open or not isinstance(self.items[-1], kind):
-            said += self._begin(kind(id=new_id("msg" if kind is MessageItem else "rs")))
+            said += self._begin(kind(id=new_id("msg_" if kind is MessageItem else "rs_")))
             part = content()
             said.append(self._said("response.content_part.added", content_index=0, part=content()))
+            self._messages += content is OutputText
             self.items[-1].content = [part]  # type: ignore[union-attr]  # a message or reasoning, not a call
         part = self.items[-1].content[0]  # type: ignore[union-attr]  # as above
         part.text += text
         name = "reasoning_text" if content is ReasoningText else "output_text"
-        more: dict[str, Any] = {} if content is ReasoningText else {"logprobs": []}
+        more: dict[str, Any] = {}
+        if content is OutputText:
+            more["logprobs"] = self._logprobs()
+            part.logprobs += more["logprobs"]  # type: ignore[union-attr]  # as above
         return [*said, self._said(f"response.{name}.delta", content_index=0, delta=text, **more)]
+
+    def _logprobs(self) -> list[TokenLogprob]:
+        """Those of the message under way that were not said yet."""
+        own = [token.logprob for token in self._tokens if token.message <= self._messages]
+        del self._tokens[: len(own)]
+        return own
 
     def _begin(self, item: Item) -> list[tuple[str, dict[str, Any]]]:
         said = self.close()
@@ -178,7 +202,8 @@ class _Builder:
 
 def _answer(call: Call, outputs: Sequence[RequestOutput], usage: Usage) -> ResponseBody:
     builder = _Builder(call)
-    parser = AnswerParser(call.reading)
+    reader, parser = MessageLogprobs(call), AnswerParser(call.reading)
+    builder.know([*reader.take(outputs[0].logprobs), *reader.finish()])
     builder.take([*parser.feed(outputs[0].text), *parser.finish()])
     builder.close(_status(outputs[0]))
     return _body(call, builder, _status(outputs[0]), usage)
@@ -209,6 +234,7 @@ def _body(
         text={"format": (fields.text and fields.text.format) or {"type": "text"}},
         tool_choice=fields.tool_choice or "auto",
         tools=[{**msgspec.to_builtins(tool), "strict": bool(tool.strict)} for tool in fields.tools or ()],
+        top_logprobs=params.logprobs or 0,
         top_p=params.top_p,
         usage=None if usage is None else _usage(call, usage, builder),
         user=asked.ignored.user,
@@ -232,6 +258,7 @@ class _Writer(Writer):
     def __init__(self, call: Call):
         self._call = call
         self._parser = AnswerParser(call.reading)
+        self._reader = MessageLogprobs(call)
         self._builder = _Builder(call)
         self._number = 0
         self._status = "completed"
@@ -241,8 +268,10 @@ class _Writer(Writer):
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def chunk(self, index: int, output: RequestOutput, first: bool) -> bytes:
+        self._builder.know(self._reader.take(output.new_logprobs))
         said = self._builder.take(self._parser.feed(output.new_text))
         if output.finished:
+            self._builder.know(self._reader.finish())
             self._status = _status(output)
             said += self._builder.take(self._parser.finish())
             said += self._builder.close(self._status)

@@ -12,7 +12,7 @@ from jaxcb.serve.call import Call
 from jaxcb.serve.conversation import Conversation
 from jaxcb.serve.fields import convert, decode_object, only_functions, refuse_unsupported, take
 from jaxcb.serve.prepare import conversation_call
-from jaxcb.serve.requests import IgnoredFields, SamplingFields, SchedulingFields, TemplateFields
+from jaxcb.serve.requests import IgnoredFields, LogprobCount, SamplingFields, SchedulingFields, TemplateFields
 from jaxcb.serve.structured import of_response_format
 from jaxcb.serve.tools import FunctionCall, FunctionTool, ToolCall, ToolChoice
 from jaxcb.structured_outputs import StructuredOutputs
@@ -26,11 +26,9 @@ RESPONSES_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "store": (False,),
     "background": (False,),
     "prompt": (),
-    "include": ([],),
     "max_tool_calls": (),
     "truncation": ("disabled",),
     "service_tier": ("auto", "default"),
-    "top_logprobs": (0,),
     "n": (1,),
     "max_tokens": (),
     "moderation": (),
@@ -38,6 +36,7 @@ RESPONSES_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "input_transformations": ([],),
 }
 """As in :data:`jaxcb.serve.requests.UNSUPPORTED`. State is refused: the client sends the whole conversation."""
+LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -141,6 +140,26 @@ class ResponsesFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: LogprobCount | None = None
+
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens come beside each of a message; None: no log-probabilities are wanted.
+
+        Raises:
+            RequestError: ``include`` asks for something else, or ``top_logprobs`` for what is not included.
+        """
+        for name in self.include or ():
+            if name != LOGPROBS:
+                raise RequestError(
+                    f"include may hold {LOGPROBS!r} alone, got {name[:80]!r} (reasoning comes without it)",
+                    param="include",
+                )
+        if self.include:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise RequestError(f"top_logprobs needs include to hold {LOGPROBS!r}", param="top_logprobs")
+        return None
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +189,7 @@ def read(body: bytes, service: Service) -> Call:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if given.max_output_tokens is not None:
         sampling = msgspec.structs.replace(sampling, max_tokens=given.max_output_tokens)
+    logprobs = given.num_logprobs()
     conversation = Conversation(messages=messages_of(given), choice=_choice(given), **template.given())
     if given.reasoning is not None:
         conversation = conversation.with_effort(given.reasoning.effort, service)
@@ -177,13 +197,14 @@ def read(body: bytes, service: Service) -> Call:
         conversation,
         sampling,
         service,
-        prefix="resp",
+        prefix="resp_",
         model=model,
         stream=bool(given.stream),
         scheduling=scheduling,
         field_names={"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"},
         asked=Asked(fields=given, sampling=sampling, ignored=ignored),
         wanted=_language(given.text),
+        logprobs=logprobs,
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from jaxcb import validation
 from jaxcb.errors import RequestError
+from jaxcb.serve.fields import convert
 from jaxcb.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def take_structured(fields: dict[str, Any]) -> tuple[str, StructuredOutputs | No
         given["response_format"] = wanted
     if (wanted := StructuredOutputs.of(fields.pop("structured_outputs", None))) is not None:
         given["structured_outputs"] = wanted
-    guided = {name: value for name in _GUIDED if (value := fields.pop(name, None)) not in (None, False)}
+    sent = convert({name: fields.pop(name) for name in _GUIDED.keys() & fields.keys()}, StructuredFields)
+    guided = {name: value for name in _GUIDED if (value := getattr(sent, name)) not in (None, False)}
     if guided:
         values = {_GUIDED[name]: value for name, value in guided.items()}
         given[" and ".join(guided)] = _named(next(iter(guided)), values)

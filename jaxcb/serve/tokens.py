@@ -17,7 +17,7 @@ from jaxcb.serve.body import read_json_body
 from jaxcb.serve.chat import plain_messages
 from jaxcb.serve.conversation import Conversation
 from jaxcb.serve.fields import convert, decode_object, only_functions, take
-from jaxcb.serve.requests import ChatMessage, TemplateFields
+from jaxcb.serve.requests import ChatMessage, TemplateFields, check_counted
 from jaxcb.serve.responses import json_response
 from jaxcb.serve.service import Service
 from jaxcb.serve.tools import ToolFields
@@ -89,11 +89,14 @@ def _tokenize(fields: dict[str, Any], service: Service) -> Tokens:
     if given.messages is not None:
         if given.add_special_tokens:
             raise RequestError("add_special_tokens: the template writes what belongs there", param="add_special_tokens")
-        ids = tokenizer.encode_chat(_render(given.messages, rendering, service))
+        text = _render(given.messages, rendering, service)
+        check_counted("messages", text)
+        ids = tokenizer.encode_chat(text)
     else:
         if name := next((name for name in rendering if rendering[name] is not None), None):
             raise RequestError(f"{name} needs messages", param=name)
         assert given.prompt is not None
+        check_counted("prompt", given.prompt)
         ids = tokenizer.encode(given.prompt, add_special_tokens=given.add_special_tokens is not False)
     return Tokens(
         count=len(ids),

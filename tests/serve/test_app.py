@@ -83,6 +83,12 @@ def test_bad_bodies_are_400(client: TestClient, engine: FakeEngine, path: str, b
     assert not engine.requests
 
 
+def test_a_number_out_of_range_is_not_blamed_on_a_field(client: TestClient) -> None:
+    body = b'{"prompt": "a", "temperature": 1e999}'
+    error = error_of(client.post("/v1/completions", content=body, headers={"content-type": "application/json"}), 400)
+    assert error["param"] is None and "number that is out of range" in error["message"]
+
+
 @BOTH
 def test_model_may_be_left_out_but_not_be_wrong(client: TestClient, path: str) -> None:
     good = httpx.Response(200, content=GOOD[path]).json()
@@ -99,6 +105,17 @@ def test_wrong_methods_are_405(client: TestClient, path: str, method: str) -> No
     response = client.request(method, path)
     error_of(response, 405)
     assert response.headers["allow"] == "POST"
+
+
+def test_probes_may_ask_for_the_head_alone(client: TestClient, engine: FakeEngine) -> None:
+    for path in ("/health", "/ready", "/version", "/load", "/metrics", "/v1/models"):
+        head, whole = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (200, b"") and head.headers["content-type"] == (
+            whole.headers["content-type"]
+        )
+    engine.healthy = False
+    response = client.head("/health")
+    assert (response.status_code, response.content) == (503, b"")
 
 
 @pytest.mark.parametrize("path", ["/", "/nope", "/v1", "/v1/nope", "/v1/completions/", "/health/"])

@@ -82,7 +82,7 @@ def test_continuations_are_scored_behind_their_contexts(client: TestClient) -> N
         (SCORE, {"context": "a"}, "continuation"),
         (SCORE, {"context": "", "continuation": "a"}, "context"),
         (SCORE, {"context": ["a", "b"], "continuation": ["c"]}, "context"),
-        (SCORE, {"context": "a", "continuation": [5]}, "context"),
+        (SCORE, {"context": "a", "continuation": [5]}, "continuation"),
         (SCORE, {"context": "a", "continuation": []}, "continuation"),
         (SCORE, {"context": "x" * 500, "continuation": "a"}, "context"),
     ],

@@ -52,7 +52,7 @@ def test_text_is_a_message() -> None:
         assert prompt_of(engine) == "system:Be brief.\nuser:hi\n"
     assert (answer.object, answer.status, answer.output_text) == ("response", "completed", "Paris.")
     assert (answer.instructions, answer.metadata, answer.user) == ("Be brief.", {"run": "1"}, "me")
-    assert answer.id.startswith("resp-")
+    assert answer.id.startswith("resp_")
     [message] = answer.output
     assert message.type == "message" and message.status == "completed"
     assert answer.usage is not None
@@ -91,6 +91,35 @@ def test_a_stream_builds_the_same_answer(answer: str, limit: int | None) -> None
         text = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
         assert text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
         assert {event["item_id"] for event in own if "item_id" in event} == {item["id"]}
+
+
+@pytest.mark.parametrize("answer", ["Paris.", f"<think>Hm.</think>{CALLS} Done.", "<think>Hm", "a <tool\n b <<"])
+def test_log_probabilities_are_those_of_the_messages(answer: str) -> None:
+    """Of their tokens (here: characters) and no others, the same whole and streamed."""
+    fields = {"tools": [WEATHER, ADD], "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    with serving(answer, reasoning_parser="qwen3") as (client, engine):
+        engine.tokenizer.special = {"!"}  # the end
+        whole = ask(client, **fields)
+        found = stream(client, **fields)
+        plain = ask(client, tools=[WEATHER, ADD])
+    assert (whole.top_logprobs, plain.top_logprobs) == (2, 0)
+    messages = [item for item in whole.output if item.type == "message"]
+    assert len(messages) == {"P": 1, "a": 1}.get(answer[0], 2 if CALLS in answer else 0)
+    deltas = iter([event for event in found if event["type"] == "response.output_text.delta"])
+    dones = [event for event in found if event["type"] == "response.output_text.done"]
+    for item, done in zip(messages, dones, strict=True):
+        [part] = item.content
+        assert part.type == "output_text" and part.logprobs
+        said = [token.model_dump() for token in part.logprobs]
+        assert "".join(token["token"] for token in said) == part.text
+        assert {(token["logprob"], len(token["top_logprobs"])) for token in said} == {(-1.0, 2)}
+        assert done["logprobs"] == said
+        streamed: list[Any] = []
+        while len(streamed) < len(said):
+            streamed += next(deltas)["logprobs"]
+        assert streamed == said
+    for item in plain.output:
+        assert item.type != "message" or item.content[0].logprobs == []  # type: ignore[union-attr]  # it is text
 
 
 def test_the_limit_makes_an_answer_incomplete() -> None:
@@ -145,6 +174,8 @@ def test_sampling_fields_reach_the_engine() -> None:
         ({"input": "hi", "store": True}, "store"),
         ({"input": "hi", "background": True}, "background"),
         ({"input": "hi", "include": ["reasoning.encrypted_content"]}, "include"),
+        ({"input": "hi", "top_logprobs": 2}, "top_logprobs"),
+        ({"input": "hi", "top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"input": "hi", "truncation": "auto"}, "truncation"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "hi", "tools": [ADD, ADD]}, "tools"),

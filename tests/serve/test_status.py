@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from jaxcb.serve.app import make_app
+from jaxcb.serve.requests import MAX_COUNTED_CHARS
 from jaxcb.serve.status import STALLED_S
 
 from .fake_engine import MAX_MODEL_LEN, PAGES, FakeEngine
 from .test_app import error_of
 
+JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add"}}
 
@@ -100,3 +103,34 @@ def test_a_web_page_may_ask_if_its_origin_is_allowed() -> None:
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
     with TestClient(make_app(FakeEngine())) as client:
         assert client.options("/v1/chat/completions", headers=asked).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "TEXT"}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "TEXT"}]}, "messages"),
+        ("/v1/completions", {"prompt": ["TEXT", "TEXT"], "truncate_prompt_tokens": 5}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{**USER, "content": "TEXT"}], "truncate_prompt_tokens": 5}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": [{**USER, "content": "TEXT"}]}, "messages"),
+    ],
+)
+def test_texts_that_need_not_fit_have_a_limit_too(client: TestClient, path: str, body: Any, param: str) -> None:
+    """Megabytes would keep a core busy for a minute, and a thread of the few that read prompts."""
+
+    def response(num_chars: int) -> Any:
+        return client.post(path, content=json.dumps(body).replace("TEXT", "x" * num_chars), headers=JSON)
+
+    assert response(1000).status_code == 200
+    refused = response(MAX_COUNTED_CHARS + 1)
+    assert refused.status_code == 400 and "in pieces" in refused.json()["error"]["message"]
+    if not path.startswith("/v1/messages"):
+        assert error_of(refused, 400)["param"] == param
+
+
+def test_more_messages_than_tokens_fit_are_refused_before_the_template_reads_them(client: TestClient) -> None:
+    body = {"messages": [USER] * (MAX_MODEL_LEN + 1)}
+    assert error_of(client.post("/apply_template", json=body), 400)["param"] == "messages"
+    assert client.post("/apply_template", json={"messages": [USER] * MAX_MODEL_LEN}).status_code == 200
+    items = {"input": [{"role": "user", "content": "x"}] * (MAX_MODEL_LEN + 1)}
+    assert error_of(client.post("/v1/responses", json=items), 400)["param"] == "input"

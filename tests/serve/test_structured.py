@@ -87,6 +87,8 @@ def test_what_is_asked_for_reaches_the_engine(
         ),
         ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex", "two things"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "exactly one"),
+        ({"guided_regex": False}, "guided_regex", "expected `str | null`"),
+        ({"guided_json": 0}, "guided_json", "object"),
         ({"guided_json": {"uniqueItems": True}}, "guided_json", "uniqueItems is not supported"),
         ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "unknown"),
     ],

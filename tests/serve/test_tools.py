@@ -305,7 +305,9 @@ def test_a_forced_call_and_a_format_are_two_things() -> None:
         fields = {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}
         assert refusal(client, **fields)["param"] == "tool_choice"
         bad = {"type": "function", "function": {"name": "f", "parameters": {"uniqueItems": True}}}
-        assert refusal(client, tools=[bad], tool_choice="required")["param"] == "tools"
+        error = refusal(client, tools=[ADD, bad], tool_choice="required")
+        assert error["param"] == "tools[1]"
+        assert error["message"].startswith("tools[1]: the schema of 'f' uniqueItems")
 
 
 def test_a_beam_search_takes_no_tools(client: TestClient) -> None:
