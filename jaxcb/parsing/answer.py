@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxcb.parsing.events import CallArguments, CallStart, Event, Parser, Reasoning, Sink, Text
 from jaxcb.parsing.reasoning import Markers, ReasoningParser
@@ -31,6 +32,7 @@ class Reading:
 
     Arguments:
         names: functions that can be called.
+        schemas: of their arguments, for formats whose values have no types of their own.
         tools: makes the parser of calls; None: the answer holds none.
         parallel: several calls are wanted, not just the first.
         reasoning: markers of the model's reasoning; None: it has none.
@@ -38,6 +40,7 @@ class Reading:
     """
 
     names: frozenset[str] = frozenset()
+    schemas: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(default_factory=dict)
     tools: Callable[[Sink], Parser] | None = None
     parallel: bool = True
     reasoning: Markers | None = None
@@ -53,7 +56,7 @@ class AnswerParser:
     """Reads one answer piece by piece."""
 
     def __init__(self, reading: Reading):
-        self._sink = Sink(reading.names, parallel=reading.parallel)
+        self._sink = Sink(reading.names, parallel=reading.parallel, schemas=reading.schemas)
         self._parser: Parser = _Plain(self._sink) if reading.tools is None else reading.tools(self._sink)
         if reading.reasoning is not None:
             inside = reading.begins_in_reasoning

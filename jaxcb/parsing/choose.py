@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable
 
 from jaxcb.errors import ConfigError
-from jaxcb.parsing import gemma, hermes, llama, mistral, pythonic
+from jaxcb.parsing import gemma, hermes, llama, mistral, pythonic, qwen_xml
 from jaxcb.parsing.events import Parser, Sink
 from jaxcb.parsing.reasoning import Markers
 
@@ -44,6 +44,13 @@ def _short_id() -> str:
 
 
 _FORMATS = (
+    ToolFormat(
+        name="qwen3_coder",
+        parser=qwen_xml.QwenXmlParser,
+        marks=(qwen_xml.BEGIN, qwen_xml.END),
+        signs=(qwen_xml.FUNCTION,),
+        new_id=_long_id,
+    ),
     ToolFormat(
         name="mistral",
         parser=mistral.MistralParser,
@@ -86,13 +93,12 @@ TOOL_PARSERS = {tools.name: tools for tools in _FORMATS}
 TOOL_ALIASES = {
     "qwen": "hermes",
     "qwen25": "hermes",
+    "qwen3_xml": "qwen3_coder",
     "llama4_pythonic": "pythonic",
     "functiongemma": "gemma",
     "gemma4": "gemma",
 }
 """Names under which other servers have the same format."""
-_OTHER_FORMATS = ("<function=",)
-"""Templates that hold one of these (Qwen3-Coder's XML) write calls in a way that no parser here reads."""
 
 REASONING_PARSERS = {
     "qwen3": Markers("<think>", "</think>"),
@@ -114,7 +120,7 @@ def tool_format(name: str, template: str | None) -> ToolFormat | None:
         if name not in TOOL_PARSERS:
             raise _unknown("tool_call_parser", name, [*TOOL_PARSERS, *TOOL_ALIASES])
         return TOOL_PARSERS[name]
-    if template is None or "tools" not in template or any(sign in template for sign in _OTHER_FORMATS):
+    if template is None or "tools" not in template:
         return None
     return next((tools for tools in _FORMATS if any(sign in template for sign in tools.signs)), None)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,9 +56,13 @@ class Sink:
     White space between text and a call is layout and belongs to neither, so it is held until it is known what follows.
     """
 
-    def __init__(self, names: frozenset[str], *, parallel: bool = True):
+    def __init__(
+        self, names: frozenset[str], *, parallel: bool = True, schemas: Mapping[str, Mapping[str, Any] | None] = _NONE
+    ):
         self.names = names
         """Functions that can be called. A call of anything else is text."""
+        self.schemas = schemas
+        """Name of a function -> JSON schema of its arguments, as far as there is one."""
         self._parallel = parallel
         self._events: list[Event] = []
         self._growing: type[Text] | type[Reasoning] | type[CallArguments] | None = None

@@ -69,6 +69,7 @@ class Conversation:
         markers = service.reasoning
         return Reading(
             names=frozenset(tool.name for tool in choice.tools),
+            schemas={tool.name: tool.parameters for tool in choice.tools},
             tools=parser,
             parallel=choice.parallel,
             reasoning=markers,

@@ -23,11 +23,35 @@ from jaxcb.parsing.answer import fold
 from jaxcb.parsing.forced import ForcedParser
 
 NAMES = frozenset({"weather", "add", "get.time"})
+SCHEMAS: dict[str, Any] = {
+    "weather": {"properties": {"city": {"type": "string"}}},
+    "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "array"}}},
+    "get.time": {
+        "properties": {
+            "at": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "exact": {"type": "boolean"},
+            "step": {"type": ["number", "string"]},
+            "unit": {"enum": ["s", 60]},
+        }
+    },
+}
 PARSERS = {name: tools.parser for name, tools in TOOL_PARSERS.items()} | {"forced": ForcedParser}
 
 ONE = '{"name": "weather", "arguments": {"city": "Paris"}}'
 PARIS = ToolCall("weather", '{"city": "Paris"}')
 SUM = ToolCall("add", '{"a": 1, "b": [2, {"c": "}]"}]}')
+
+
+def qwen_call(name: str, **values: Any) -> str:
+    """As Qwen3-Coder writes it."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+LIST = '[2, {"c": "}]"}]'
+QWEN = "<function=weather><parameter=city>Paris</parameter></function>"
+PARIS_XY = ToolCall("weather", '{"city": "Paris", "x": "y"}')
+TORN = ToolCall("weather", '{"city": "Paris</tool_call>')
 CASES: list[tuple[str, str, str, list[ToolCall]]] = [
     ("hermes", f"<tool_call>\n{ONE}\n</tool_call>", "", [PARIS]),
     ("hermes", f"Let me see.\n<tool_call>{ONE}</tool_call>\n", "Let me see.", [PARIS]),
@@ -103,6 +127,39 @@ CASES: list[tuple[str, str, str, list[ToolCall]]] = [
     ("gemma", "<start_function_call>call:weather{city:<escape>Paris<escape>}", "", [PARIS]),
     ("gemma", "<start_function_call>call:weather{city:", "<start_function_call>call:weather{city:", []),
     ("gemma", "<start_function_call>call:add{a:" + "[" * 99, "<start_function_call>call:add{a:" + "[" * 99, []),
+    ("qwen3_coder", qwen_call("weather", city="Paris"), "", [PARIS]),
+    (
+        "qwen3_coder",
+        "Let me see.\n" + qwen_call("weather", city="Paris") + "\n" + qwen_call("add", a=1, b=LIST) + "\n",
+        "Let me see.",
+        [PARIS, SUM],
+    ),
+    ("qwen3_coder", "<function=weather><parameter=city>Paris</parameter></function> Done.", "Done.", [PARIS]),
+    ("qwen3_coder", f"<tool_call>{QWEN}{QWEN}</tool_call>", "", [PARIS, PARIS]),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nParis</tool_call>", "", [TORN]),
+    ("qwen3_coder", "<function=weather><parameter=city>Paris<parameter=x>y</function>", "", [PARIS_XY]),
+    ("qwen3_coder", "<tool_call><function=weather></tool_call> x", "x", [ToolCall("weather", "{}")]),
+    ("qwen3_coder", "<tool_call>\n<function=nobody>\n</function>", "<tool_call>\n<function=nobody>\n</function>", []),
+    ("qwen3_coder", "<tool_call> <tool_call>" + QWEN, "<tool_call>", [PARIS]),
+    ("qwen3_coder", "a <b> <function= c", "a <b> <function= c", []),
+    ("qwen3_coder", "<tool_call>\n<function=wea", "<tool_call>\n<function=wea", []),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=city>\nPar\n", "", [ToolCall("weather", '{"city": "Par')]),
+    ("qwen3_coder", qwen_call("weather", city='"\n\n é\\'), "", [ToolCall("weather", '{"city": "\\"\\n\\n é\\\\"}')]),
+    ("qwen3_coder", qwen_call("weather", city=""), "", [ToolCall("weather", '{"city": ""}')]),
+    (
+        "qwen3_coder",
+        qwen_call("get.time", at="null", exact="True", step="1e3", unit="60", zone="null"),
+        "",
+        [ToolCall("get.time", '{"at": null, "exact": true, "step": 1000.0, "unit": 60, "zone": "null"}')],
+    ),
+    (
+        "qwen3_coder",
+        qwen_call("get.time", at="5", exact="perhaps", step="fast", unit="s"),
+        "",
+        [ToolCall("get.time", '{"at": "5", "exact": "perhaps", "step": "fast", "unit": "s"}')],
+    ),
+    ("qwen3_coder", qwen_call("add", a="1.5", b="{'x': 1}"), "", [ToolCall("add", '{"a": "1.5", "b": "{\'x\': 1}"}')]),
+    ("qwen3_coder", qwen_call("add", b="['x', None]"), "", [ToolCall("add", '{"b": ["x", null]}')]),
     ("forced", f'[{ONE}, {{"name": "add", "arguments": {SUM.arguments}}}]', "", [PARIS, SUM]),
 ]
 
@@ -125,13 +182,13 @@ def streamed(reading: Reading, parts: list[str]) -> Answer:
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_an_answer_is_taken_apart(name: str, text: str, content: str, calls: list[ToolCall]) -> None:
-    reading = Reading(names=NAMES, tools=PARSERS[name])
+    reading = Reading(names=NAMES, schemas=SCHEMAS, tools=PARSERS[name])
     assert reading.parse(text) == Answer("", content, calls)
 
 
 @pytest.mark.parametrize(("name", "text"), [case[:2] for case in CASES])
 def test_the_parts_do_not_depend_on_single_cuts(name: str, text: str) -> None:
-    reading = Reading(names=NAMES, tools=PARSERS[name])
+    reading = Reading(names=NAMES, schemas=SCHEMAS, tools=PARSERS[name])
     whole = reading.parse(text)
     assert streamed(reading, list(text)) == whole
     for cut in range(len(text)):
@@ -141,6 +198,7 @@ def test_the_parts_do_not_depend_on_single_cuts(name: str, text: str) -> None:
 FRAGMENTS = [
     *(text for _, text, _, _ in CASES),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "[THINK]"),
+    *("<function=", "<parameter=city>\n", "\n</parameter>", "</function>", "<function=add>", "<parameter=a>"),
     *("<start_function_call>", "<end_function_call>", "<|tool_call>", "<tool_call|>", "```tool_code\n", "```"),
     *('{"name": "weather"', ', "arguments": {"a": "\\"}', '"}', "}", "{", "[", "]", ",", ";", '"', "\\", " ", "\n"),
     *("weather", "add(", ")", "call:add{", "é", "🙂", "x"),
@@ -162,6 +220,7 @@ def test_the_parts_do_not_depend_on_any_cuts(
 ) -> None:
     reading = Reading(
         names=NAMES,
+        schemas=SCHEMAS,
         tools=PARSERS[parser],
         parallel=parallel,
         reasoning=None if thinking is None else REASONING_PARSERS[thinking],
@@ -174,7 +233,7 @@ def test_the_parts_do_not_depend_on_any_cuts(
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
@@ -195,7 +254,24 @@ def test_any_arguments_come_out_as_they_were_written(arguments: Any, ascii_only:
         "forced": ("[", "]"),
     }[parser]
     text = f'{begin}{{"name": "add", "arguments": {written}}}{end}'
-    assert Reading(names=NAMES, tools=PARSERS[parser]).parse(text) == Answer("", "", [ToolCall("add", written)])
+    assert Reading(names=NAMES, schemas=SCHEMAS, tools=PARSERS[parser]).parse(text) == Answer(
+        "", "", [ToolCall("add", written)]
+    )
+
+
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(values=st.dictionaries(st.text("ab_é", min_size=1, max_size=6), JSON, min_size=1, max_size=4))
+def test_any_values_between_tags_come_out_as_their_schema_says(values: dict[str, Any]) -> None:
+    """Strings stand there as they are, all others as JSON."""
+    if any(tag in str(value) for value in values.values() for tag in ("</parameter>", "<parameter=", "</function>")):
+        return
+    kinds = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+    properties = {name: {"type": kinds.get(type(value), "null")} for name, value in values.items()}
+    text = qwen_call("add", **{n: v if isinstance(v, str) else json.dumps(v) for n, v in values.items()})
+    reading = Reading(names=NAMES, schemas={"add": {"properties": properties}}, tools=PARSERS["qwen3_coder"])
+    [call] = reading.parse(text).calls
+    assert json.loads(call.arguments) == values
+    assert streamed(reading, list(text)).calls == [call]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +295,7 @@ def test_reasoning_is_separated(name: str, inside: bool, text: str, reasoning: s
 
 
 def test_calls_come_behind_the_reasoning() -> None:
-    reading = Reading(names=NAMES, tools=PARSERS["hermes"], reasoning=REASONING_PARSERS["qwen3"])
+    reading = Reading(names=NAMES, schemas=SCHEMAS, tools=PARSERS["hermes"], reasoning=REASONING_PARSERS["qwen3"])
     answer = reading.parse(f"<think>Maybe <tool_call>?</think>\nSo:\n<tool_call>{ONE}</tool_call>")
     assert answer == Answer("Maybe <tool_call>?", "So:", [PARIS])
 
@@ -227,10 +303,12 @@ def test_calls_come_behind_the_reasoning() -> None:
 @pytest.mark.parametrize("parser", sorted(PARSERS))
 def test_an_answer_without_calls_keeps_its_every_space(parser: str) -> None:
     text = "  Paris is\n\n the capital. \n"
-    assert Reading(names=NAMES, tools=PARSERS[parser]).parse(text).text == ("" if parser == "forced" else text)
+    assert Reading(names=NAMES, schemas=SCHEMAS, tools=PARSERS[parser]).parse(text).text == (
+        "" if parser == "forced" else text
+    )
 
 
 def test_arguments_are_given_on_before_they_are_complete() -> None:
-    parser = AnswerParser(Reading(names=NAMES, tools=PARSERS["hermes"]))
+    parser = AnswerParser(Reading(names=NAMES, schemas=SCHEMAS, tools=PARSERS["hermes"]))
     assert parser.feed('<tool_call>{"name": "weather"') == [CallStart(0, "weather")]
     assert parser.feed(', "arguments": {"city": "Pa') == [CallArguments(0, '{"city": "Pa')]
