@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.serve.process import ServerProcess
 
 os.environ.setdefault("JAXCB_COMPILE_GUARD", "raise")  # for servers that tests start, too
 if version("jax").startswith("0.10."):  # what the engine's programs are compiled with, for all that tests compile
@@ -62,3 +66,21 @@ def golden() -> dict[str, Any]:
 def tiny_model(request: pytest.FixtureRequest) -> Path:
     """Each of the small random checkpoints with stored logits (tests/golden/make_tiny.py)."""
     return GOLDEN / "tiny" / request.param
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the model that the real server serves."""
+    from tests.serve.real_server import write_served_model
+
+    return write_served_model(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def real_server(model_dir: Path) -> Iterator[ServerProcess]:
+    """For tests that bear the mark ``SHARED`` of :mod:`tests.serve.real_server`."""
+    from tests.serve.process import REAL, ServerProcess
+    from tests.serve.real_server import FLAGS
+
+    with ServerProcess(REAL, str(model_dir), *FLAGS) as server:
+        yield server

@@ -9,7 +9,7 @@ import re
 from typing import get_args
 
 from jaxcb.config import Backend, EngineConfig, Quantization
-from jaxcb.parsing import REASONING_PARSERS, TOOL_PARSERS
+from jaxcb.parsing import REASONING_PARSERS
 from jaxcb.scheduler.knobs import Batching, Preemption, Reservation, Victim
 from jaxcb.scheduler.policy import POLICIES
 
@@ -57,7 +57,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--chat-template", metavar="FILE", help="Jinja instead of the model's own template")
     model.add_argument(
-        "--tool-call-parser", default="auto", metavar="NAME", help=f"auto, none, {', '.join(TOOL_PARSERS)}"
+        "--tool-call-parser", default="auto", metavar="NAME", help="auto, none, or a format: hermes, mistral, ..."
     )
     model.add_argument(
         "--reasoning-parser", default="auto", metavar="NAME", help=f"auto, none, {', '.join(REASONING_PARSERS)}"

@@ -1,4 +1,4 @@
-"""One server for the clients of other people: a tiny random model whose template knows tools and says so.
+"""The clients of other people, before the server that tests/serve tests too.
 
 The clients are in the extra ``clients`` (openai for node comes by npm); tests of one that is missing are skipped.
 """
@@ -8,16 +8,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 
-from tests.serve.process import REAL, ServerProcess
-from tests.serve.tiny_model import write_tiny_model
+from tests.serve.process import ROOT, ServerProcess
+from tests.serve.real_server import SHARED
 
-MAX_MODEL_LEN = 1024
+TASKS = Path(__file__).parent / "lm_eval_task"
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -26,35 +28,11 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install 'jaxcb[clients]'")
 
 
-TEMPLATE = (
-    "{% if tools %}[tools]{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>{% endif %}"
-    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-FLAGS = (
-    f"--dtype float32 --max-model-len {MAX_MODEL_LEN} --max-num-seqs 8 --max-num-batched-tokens 128 --num-kv-pages 512 "
-    "--served-model-name tiny --decode-buckets --mixed-buckets"
-).split()
-
-
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All on one worker, so that there is one server."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("clients"))
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, and its tokenizer as clients load it."""
-    path = write_tiny_model(tmp_path_factory.mktemp("clients") / "tiny")
-    (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_MODEL_LEN}), encoding="utf-8")
-    tokenizer = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    tokenizer |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_MODEL_LEN}
-    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    return path
+            item.add_marker(SHARED)
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +43,8 @@ def no_blanks(model_dir: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="session")
-def server(model_dir: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(REAL, str(model_dir), *FLAGS) as server:
-        yield server
+def server(real_server: ServerProcess) -> ServerProcess:
+    return real_server
 
 
 @pytest.fixture(scope="session")
@@ -75,3 +52,19 @@ def quiet() -> dict[str, str]:
     """The environment of a client in a process of its own: nothing is fetched, nothing is reported home."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return {**os.environ, **offline, "OPENAI_API_KEY": "none", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+
+
+@pytest.fixture(scope="session")
+def said(
+    server: ServerProcess, model_dir: Path, quiet: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What the clients said that are commands."""
+    folder = tmp_path_factory.mktemp("said")
+    for file in TASKS.glob("*.yaml"):
+        (folder / file.name).write_text(file.read_text().replace("DATA", str(TASKS / "data.jsonl")))
+    command = [sys.executable, "-m", f"{__package__}.in_one_process", server.url, str(model_dir), str(folder)]
+    result = subprocess.run(
+        command, env={**quiet, "HF_HOME": str(folder)}, capture_output=True, text=True, timeout=600, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,55 +9,29 @@ import pytest
 
 from tests.serve.process import ServerProcess
 
-from .conftest import MAX_MODEL_LEN, needs
+from .conftest import needs
 
 pytestmark = needs("lm_eval")
-TASKS = Path(__file__).parent / "lm_eval_task"
-DATA = TASKS / "data.jsonl"
 
 
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tasks, with the place of their data written in."""
-    path = tmp_path_factory.mktemp("tasks")
-    for file in TASKS.glob("*.yaml"):
-        (path / file.name).write_text(file.read_text().replace("DATA", str(DATA)))
-    return path
+@pytest.fixture
+def samples(said: dict[str, Any]) -> dict[str, Any]:
+    """By kind of model and task."""
+    assert "error" not in said["lm_eval"], said["lm_eval"]["error"]
+    return said["lm_eval"]
 
 
-def evaluate(
-    server: ServerProcess, model_dir: Path, environment: dict[str, str], tasks: Path, model: str, url: str, names: str
-) -> list[dict[str, Any]]:
-    """Run the command and return the samples that it logged."""
-    out = tasks / model
-    arguments = (
-        f"model=tiny,base_url={server.url}{url},num_concurrent=4,max_length={MAX_MODEL_LEN},"
-        f"tokenizer_backend=huggingface,tokenizer={model_dir}"
-    )
-    command = [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", arguments, "--tasks", names]
-    command += ["--include_path", str(tasks), "--output_path", str(out), "--log_samples"]
-    if "chat" in model:
-        command.append("--apply_chat_template")
-    result = subprocess.run(
-        command, env={**environment, "HF_HOME": str(tasks)}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return [json.loads(line) for file in sorted(out.rglob("samples_*.jsonl")) for line in file.read_text().splitlines()]
-
-
-def test_local_completions(server: ServerProcess, model_dir: Path, quiet: dict[str, str], tasks: Path) -> None:
-    names = "jaxcb_choose,jaxcb_write"
-    samples = evaluate(server, model_dir, quiet, tasks, "local-completions", "/v1/completions", names)
-    assert len(samples) == 8
-    scored = [sample for sample in samples if "acc" in sample]
-    assert len(scored) == 4
+def test_local_completions(server: ServerProcess, samples: dict[str, Any]) -> None:
+    written, scored = samples["local-completions"]["jaxcb_write"], samples["local-completions"]["jaxcb_choose"]
+    assert len(written) == len(scored) == 4
+    assert all(isinstance(sample["resps"][0][0], str) for sample in written)
     with httpx.Client(base_url=server.url) as client:
         for sample in scored:
             for choice, [response] in zip(sample["doc"]["choices"], sample["resps"], strict=True):
                 loglikelihood, greedy = response
                 expected, likeliest = score(client, sample["doc"]["question"], f" {choice}")
                 assert float(loglikelihood) == pytest.approx(expected, abs=1e-3)
-                assert (str(greedy) == "True") == likeliest
+                assert greedy == likeliest
 
 
 def score(client: httpx.Client, context: str, continuation: str) -> tuple[float, bool]:
@@ -74,6 +44,6 @@ def score(client: httpx.Client, context: str, continuation: str) -> tuple[float,
     return sum(own), all(one >= other for one, other in zip(own, best, strict=True))
 
 
-def test_local_chat_completions(server: ServerProcess, model_dir: Path, quiet: dict[str, str], tasks: Path) -> None:
-    samples = evaluate(server, model_dir, quiet, tasks, "local-chat-completions", "/v1/chat/completions", "jaxcb_write")
-    assert len(samples) == 4 and all(isinstance(sample["resps"][0][0], str) for sample in samples)
+def test_local_chat_completions(samples: dict[str, Any]) -> None:
+    written = samples["local-chat-completions"]["jaxcb_write"]
+    assert len(written) == 4 and all(isinstance(sample["resps"][0][0], str) for sample in written)

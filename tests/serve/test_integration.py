@@ -19,27 +19,23 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from scipy.special import log_softmax
 
-from .process import REAL, ServerProcess, run_to_end
+from jaxcb.serve.__main__ import main
+
+from .process import REAL, ServerProcess
+from .real_server import FLAGS, LIMIT, PAGES, QUEUE, SHARED
 from .sse import events
 from .tiny_model import CHECKPOINT, EOS_ID, FIRST_ORDINARY_ID, VOCAB_SIZE
 
-pytestmark = pytest.mark.xdist_group("serve_integration")  # one server process, shared by the tests of this file
+pytestmark = SHARED
 
-LIMIT = 128
-SEQS = 8
-QUEUE = 64
-PAGES = 64
 GREEDY = {"temperature": 0, "ignore_eos": True}
-FLAGS = (
-    f"--dtype float32 --max-model-len {LIMIT} --max-num-seqs {SEQS} --max-num-batched-tokens 64 "
-    f"--num-kv-pages {PAGES} --max-waiting {QUEUE} --served-model-name tiny"
-).split()
+ALIKE = {"temperature": 1, "top_k": 1, "ignore_eos": True}
+"""As greedy, which refuses several answers: they would be one and the same."""
 
 
 @pytest.fixture(scope="module")
-def server(tiny_dir: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(REAL, "--model", str(tiny_dir), *FLAGS) as server:
-        yield server
+def server(real_server: ServerProcess) -> ServerProcess:
+    return real_server
 
 
 @pytest.fixture
@@ -347,26 +343,127 @@ def test_a_burst_beyond_the_queue_is_answered_to_the_last_request(server: Server
         assert complete(http, "burst", max_tokens=60)["text"] == alone
 
 
-def test_sigterm_lets_the_real_engine_finish(tiny_dir: Path) -> None:
-    flags = ["--dtype", "float32", "--max-num-seqs", "1", "--max-num-batched-tokens", "8", "--num-kv-pages", "16"]
-    with ServerProcess(REAL, "--model", str(tiny_dir), *flags) as server:
-        begun = threading.Event()
-        received: list[str] = []
+def test_a_burst_with_a_common_beginning_is_answered_as_each_would_be_alone(
+    server: ServerProcess, http: httpx.Client
+) -> None:
+    """nano-vllm#208: of two requests with a common beginning in one step, the second took the first one's pages as
+    computed. A salt of its own keeps a request from every page of others."""
+    prompts = [[*ordinary_ids(160, seed=3), *ordinary_ids(3, seed=4 + index)] for index in range(8)]
+    fields = {"max_tokens": 12, "logprobs": 1}
+    alone = [complete(http, prompt, cache_salt=f"alone-{index}", **fields) for index, prompt in enumerate(prompts)]
 
-        def read() -> None:
-            body = {"prompt": "abc", "max_tokens": 200, "stream": True, **GREEDY}
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-                for piece in response.iter_text():
-                    received.append(piece)
-                    begun.set()
+    async def burst(salt: str, leaver: int | None) -> list[dict[str, Any]]:
+        async def one(client: httpx.AsyncClient, index: int) -> dict[str, Any]:
+            body = {"prompt": prompts[index], "cache_salt": salt, **fields, **GREEDY}
+            timeout = 0.05 if index == leaver else 60.0
+            try:
+                answer = (await client.post("/v1/completions", json=body, timeout=timeout)).json()
+            except httpx.TimeoutException:
+                return {}
+            return answer["choices"][0]
 
-        thread = threading.Thread(target=read)
-        thread.start()
-        assert begun.wait(30)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-        thread.join()
-        assert "Traceback" not in server.log()
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            return await asyncio.gather(*(one(client, index) for index in range(8)))
+
+    for leaver in (None, 0, 3):
+        for index, choice in enumerate(asyncio.run(burst(f"burst-{leaver}", leaver))):
+            if index != leaver:
+                assert choice["text"] == alone[index]["text"]
+                for kind in ("token_logprobs", "text_offset"):
+                    np.testing.assert_allclose(choice["logprobs"][kind], alone[index]["logprobs"][kind], atol=1e-3)
+
+
+def test_a_mix_of_requests_is_counted_to_the_last(server: ServerProcess, http: httpx.Client) -> None:
+    """vllm#29928, #31503: 100 requests, 30 of whose clients leave and 10 of which are refused; some ask for several
+    answers or have several prompts."""
+    before = metrics(http)
+
+    async def one(client: httpx.AsyncClient, index: int) -> tuple[str, int, int]:
+        """(what became of it, answers, their tokens)"""
+        body: dict[str, Any] = {"prompt": ["ab", "cd"] if index % 7 == 0 else "ab", "max_tokens": 5, **ALIKE}
+        if index % 10 == 9:
+            response = await client.post("/v1/completions", json={**body, "top_p": 5})
+            assert response.status_code == 400
+            return "refused", 0, 0
+        if index % 10 >= 6:
+            body |= {"max_tokens": 480, "stream": True, "prompt": "ab"}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                assert response.status_code == 200
+            return "abort", 1, 0
+        answer = (await client.post("/v1/completions", json={**body, "n": 2 if index % 3 == 0 else 1})).json()
+        return "length", len(answer["choices"]), answer["usage"]["completion_tokens"]
+
+    async def mix() -> list[tuple[str, int, int]]:
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=16)
+        ) as client:
+            return await asyncio.gather(*(one(client, index) for index in range(100)))
+
+    results = asyncio.run(mix())
+    until_idle(http)
+    after = metrics(http)
+    for kind in ("length", "abort", "stop", "error"):
+        count = sum(answers for what, answers, _ in results if what == kind)
+        assert after[f"vllm:request_success_total/{kind}"] - before[f"vllm:request_success_total/{kind}"] == count
+    assert [what for what, _, _ in results].count("abort") == 30
+    assert [what for what, _, _ in results].count("refused") == 10
+    generated = after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
+    assert sum(tokens for _, _, tokens in results) <= generated
+
+
+@pytest.fixture(scope="module")
+def unlimited(model_dir: Path, real_server: ServerProcess) -> Iterator[ServerProcess]:
+    """A server without a limit of its queue. The shared one has compiled its programs."""
+    at = FLAGS.index("--max-waiting")
+    with ServerProcess(REAL, "--model", str(model_dir), *FLAGS[:at], *FLAGS[at + 2 :]) as server:
+        yield server
+
+
+def test_without_a_limit_every_request_of_a_burst_is_answered(unlimited: ServerProcess) -> None:
+    """sglang#33858, vllm#49445: as above, without a limit. Half are streamed, some ask for two answers."""
+    body = {"prompt": "burst", "max_tokens": 8, **ALIKE}
+
+    async def one(client: httpx.AsyncClient, index: int) -> list[str]:
+        fields = {**body, "stream": index % 2 == 0, "n": 2 if index % 5 == 0 else 1}
+        response = await client.post("/v1/completions", json=fields)
+        assert response.status_code == 200
+        texts = [""] * fields["n"]
+        for part in events(response.text) if fields["stream"] else [response.json()]:
+            for choice in part["choices"]:
+                texts[choice["index"]] += choice["text"]
+        return texts
+
+    async def burst() -> list[list[str]]:
+        limits = httpx.Limits(max_connections=150)
+        async with httpx.AsyncClient(base_url=unlimited.url, timeout=120, limits=limits) as client:
+            return await asyncio.gather(*(one(client, index) for index in range(150)))
+
+    with httpx.Client(base_url=unlimited.url, timeout=60) as client:
+        alone = complete(client, "burst", max_tokens=8)["text"]
+        for index, texts in enumerate(asyncio.run(burst())):
+            assert texts == [alone] * (2 if index % 5 == 0 else 1)
+        until_idle(client)
+
+
+def test_sigterm_lets_the_real_engine_finish(unlimited: ServerProcess) -> None:
+    """The last test of that server."""
+    begun = threading.Event()
+    received: list[str] = []
+
+    def read() -> None:
+        body = {"prompt": "abc", "max_tokens": 500, "stream": True, **GREEDY}
+        with httpx.stream("POST", f"{unlimited.url}/v1/completions", json=body, timeout=60) as response:
+            for piece in response.iter_text():
+                received.append(piece)
+                begun.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(30)
+    unlimited.send_signal(signal.SIGTERM)
+    assert unlimited.wait(60) == 0
+    thread.join()
+    assert "Traceback" not in unlimited.log()
     assert events("".join(received))[-1]["choices"][0]["finish_reason"] == "length"
 
 
@@ -374,12 +471,13 @@ def test_sigterm_lets_the_real_engine_finish(tiny_dir: Path) -> None:
     ("flags", "text"),
     [
         ("--model /no/such/dir --port 0", "/no/such/dir"),
-        ("--model {tiny} --max-model-len 100000 --port 0", "max_model_len"),
+        ("--model {model} --max-model-len 100000 --port 0", "max_model_len"),
     ],
 )
-def test_what_can_not_work_is_one_line(tiny_dir: Path, flags: str, text: str) -> None:
-    result = run_to_end(REAL, *flags.format(tiny=tiny_dir).split())
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+def test_what_can_not_work_is_one_line(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, flags: str, text: str
+) -> None:
+    caplog.set_level("INFO", "jaxcb")  # which main() sets, and this sets back
+    assert main(flags.format(model=model_dir).split()) == 1
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert text in line
