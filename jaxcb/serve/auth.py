@@ -20,8 +20,11 @@ class RequireApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        bearer, own = headers.get("authorization", ""), headers.get("x-api-key", "")
-        given = own if not bearer and own else bearer.removeprefix("Bearer ") if bearer.startswith("Bearer ") else ""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if not scheme:
+            given = headers.get("x-api-key", "")
+        elif scheme.lower() != "bearer":  # in any case (RFC 9110, 11.1)
+            given = ""
         # its time does not tell how much of the key was right
         if given and hmac.compare_digest(given.encode("latin-1"), self._key):
             await self._app(scope, receive, send)

@@ -46,6 +46,9 @@ def test_v1_is_closed_without_the_key(client: TestClient, path: str, header: str
 def test_v1_opens_with_the_key(client: TestClient) -> None:
     headers = {"authorization": "Bearer s3cret"}
     assert client.get("/v1/models", headers=headers).status_code == 200
+    assert client.get("/v1/models", headers={"authorization": "bearer s3cret"}).status_code == 200
+    both = {"authorization": "Basic s3cret", "x-api-key": "s3cret"}
+    assert client.get("/v1/models", headers=both).status_code == 401
     assert client.post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 200
     assert client.get("/v1/nope", headers=headers).status_code == 404
 
