@@ -29,8 +29,10 @@ class StructuredOutputs:
         regex: a regular expression (Rust's syntax) that matches the whole answer.
         choice: one of these strings.
         grammar: a grammar in Lark's notation (begins at ``start``) or in GBNF, llama.cpp's EBNF (``root ::= ...``).
-        structural_tag: free text in which certain openings (``triggers``) begin a tag, whose content has a schema:
-            ``{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}``.
+        structural_tag: free text and constrained pieces. ``{"format": {"type": ...}}`` is xgrammar's tree of formats
+            (const_string, json_schema, grammar, regex, any_text; sequence, or, optional, plus, star, repeat; tag,
+            triggered_tags, tags_with_separator, dispatch); ``{"structures": [{"begin", "schema", "end"}, ...],
+            "triggers": [...]}`` is the older notation of triggered_tags.
         whitespace_pattern: with ``json`` or ``json_object``: a regex of the whitespace between two elements, instead of
             any of at most 64 characters.
         disable_any_whitespace: with these: no whitespace at all.

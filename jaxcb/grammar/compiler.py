@@ -121,9 +121,8 @@ class GrammarCompiler:
     def _compile(self, wanted: StructuredOutputs) -> Grammar:
         try:
             tokenizer = self._llguidance_tokenizer()
-            special = [
-                token.content for token in self._tokenizer.backend.get_added_tokens_decoder().values() if token.special
-            ]
+            added = self._tokenizer.backend.get_added_tokens_decoder()
+            special = {token.content: number for number, token in added.items() if token.special}
             source, limits = source_of(wanted, special), llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]  # a bool among them
             wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, tokenizer, limits=limits)
             if wrong or messages:  # what is only warned of would not be held to

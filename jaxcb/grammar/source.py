@@ -4,41 +4,55 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import llguidance
 from llguidance import gbnf_to_lark
 
-from jaxcb import validation
 from jaxcb.errors import RequestError
+from jaxcb.grammar import structural_tag
 from jaxcb.structured_outputs import StructuredOutputs
 
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _WHITESPACE = r"[ \t\r\n]{1,64}"
 """Between the elements of JSON: bounded, or a model with nothing to say writes blanks until its tokens are spent."""
+_OPTIONS = "x-guidance"
+"""Where a schema holds llguidance's options."""
 _REGEX_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$&~#-]")
 
 
-def source_of(wanted: StructuredOutputs, special_tokens: Collection[str] = ()) -> str:
-    """The grammar, which nobody has looked at yet. ``special_tokens`` are the tokenizer's, which text can't spell.
+def source_of(wanted: StructuredOutputs, special_tokens: Mapping[str, int]) -> str:
+    """The grammar, which nobody has looked at yet. ``special_tokens`` are the tokenizer's ids of those that text can't
+    spell, by their names.
 
     Raises:
         RequestError: it can't be written as one; ``.param`` names the field.
     """
     if wanted.structural_tag is not None:
+        assert isinstance(wanted.structural_tag, Mapping)  # StructuredOutputs has read it
         return _structural_tag(wanted.structural_tag, special_tokens)
     return _SOURCES[wanted.kind](wanted)
 
 
 def _json(wanted: StructuredOutputs) -> str:
     schema = {"type": "object"} if wanted.json is None else wanted.json
-    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}  # whatever the schema says of itself
+    assert isinstance(schema, Mapping)  # StructuredOutputs has read it
     if wanted.disable_any_whitespace:
-        options["whitespace_flexible"] = False
+        options: dict[str, Any] = {"whitespace_flexible": False}
     else:
-        options["whitespace_pattern"] = wanted.whitespace_pattern or _WHITESPACE
-    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]  # its TypedDict has no name at run time
+        options = {"whitespace_pattern": wanted.whitespace_pattern or _WHITESPACE}
+    return llguidance.LLMatcher.grammar_from_json_schema(_schema(schema, "json", options))
+
+
+def _schema(schema: Mapping[str, Any], kind: str, options: Mapping[str, Any]) -> str:
+    """A JSON schema with llguidance's own options, which nobody else is to set: they could loosen it."""
+    if _OPTIONS in schema:
+        raise RequestError(
+            f"structured_outputs.{kind} has the key {_OPTIONS!r}, which is no keyword of JSON schema",
+            param=f"structured_outputs.{kind}",
+        )
+    return json.dumps({**schema, _OPTIONS: {"lenient": False, "coerce_one_of": False, **options}})
 
 
 def _regex(wanted: StructuredOutputs) -> str:
@@ -54,45 +68,29 @@ def _choice(wanted: StructuredOutputs) -> str:
 
 
 def _grammar(wanted: StructuredOutputs) -> str:
-    text = wanted.grammar
-    assert text is not None
-    if _GBNF_RULE.search(text):
-        try:
-            text = gbnf_to_lark.gbnf_to_lark(text)
-        except Exception as error:  # a parser from outside: whatever it raises refuses this request
-            raise RequestError(
-                f"structured_outputs.grammar is not GBNF: {error}", param="structured_outputs.grammar"
-            ) from error
-    return llguidance.LLMatcher.grammar_from_lark(text)
+    assert wanted.grammar is not None
+    return llguidance.LLMatcher.grammar_from_lark(_lark(wanted.grammar, "grammar"))
 
 
-def _structural_tag(tag: Mapping[str, Any] | str, special_tokens: Collection[str]) -> str:
-    """Only the notation with ``structures`` and ``triggers``: what that of ``format`` can say has no counterpart."""
-    assert isinstance(tag, Mapping)  # StructuredOutputs has read it
-    param = "structured_outputs.structural_tag"
-    if "format" in tag:
+def _lark(text: str, kind: str) -> str:
+    """A grammar in Lark's notation, which may have been in GBNF."""
+    if not _GBNF_RULE.search(text):
+        return text
+    try:
+        return gbnf_to_lark.gbnf_to_lark(text)
+    except Exception as error:  # a parser from outside: whatever it raises refuses this request
         raise RequestError(
-            f'{param} has the field "format", which is not supported: give "structures" and "triggers"', param=param
-        )
-    structures, triggers = tag.get("structures"), tag.get("triggers")
-    if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
-        raise RequestError(f"{param} needs structures and triggers, which are lists", param=param)
-    tags = []
-    for index, structure in enumerate(structures):
-        where = f"{param}.structures[{index}]"
-        if not isinstance(structure, Mapping):
-            raise RequestError(f"{where} must be an object, got {validation.shown(structure)}", param=param)
-        begin, end, schema = structure.get("begin"), structure.get("end"), structure.get("schema", {})
-        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict | str):
-            raise RequestError(f"{where} needs begin and end, which are strings, and a schema", param=param)
-        trigger = next((text for text in triggers if isinstance(text, str) and text and begin.startswith(text)), None)
-        if trigger is None:
-            raise RequestError(f"{where}.begin starts with none of the triggers", param=param)
-        tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
-    special = {tag.trigger in special_tokens for tag in tags}
-    if len(special) > 1:
-        raise RequestError(f"{param}.triggers are to be special tokens or texts, not both", param=param)
-    return llguidance.StructTag.to_grammar(tags, assume_special=special == {True})
+            f"structured_outputs.{kind} is not GBNF: {error}", param=f"structured_outputs.{kind}"
+        ) from error
+
+
+def _structural_tag(tag: Mapping[str, Any], special_tokens: Mapping[str, int]) -> str:
+    return structural_tag.lark_of(
+        tag,
+        special_tokens,
+        lambda schema: _schema(schema, "structural_tag", {"whitespace_pattern": _WHITESPACE}),
+        lambda text: _lark(text, "structural_tag"),
+    )
 
 
 _SOURCES: Mapping[str, Callable[[StructuredOutputs], str]] = {

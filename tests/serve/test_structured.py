@@ -37,6 +37,10 @@ def schema_format(**fields: Any) -> dict[str, Any]:
             {"json": SCHEMA},
         ),
         ({"response_format": {"type": "structural_tag", **TAG}}, {"structural_tag": TAG}),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            {"structural_tag": {"format": {"type": "any_text"}}},
+        ),
         ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
         ({"structured_outputs": {"json": SCHEMA, "choice": None}}, {"json": SCHEMA}),
         (
