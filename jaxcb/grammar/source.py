@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import llguidance
-from llguidance import gbnf_to_lark
 
 from jaxcb.errors import RequestError
-from jaxcb.grammar import structural_tag
+from jaxcb.grammar import gbnf, structural_tag
 from jaxcb.structured_outputs import StructuredOutputs
 
-_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_NOT_KEPT = re.compile(r"^[ \t]*[?!]?[\w-]+[ \t]*\[[^\]\n]*\b(stop|temperature)[ \t]*=", re.MULTILINE)
+"""Attributes of Lark rules that llguidance leaves to its caller."""
 _WHITESPACE = r"[ \t\r\n]{1,64}"
 """Between the elements of JSON: bounded, or a model with nothing to say writes blanks until its tokens are spent."""
 _OPTIONS = "x-guidance"
@@ -74,14 +74,15 @@ def _grammar(wanted: StructuredOutputs) -> str:
 
 def _lark(text: str, kind: str) -> str:
     """A grammar in Lark's notation, which may have been in GBNF."""
-    if not _GBNF_RULE.search(text):
-        return text
-    try:
-        return gbnf_to_lark.gbnf_to_lark(text)
-    except Exception as error:  # a parser from outside: whatever it raises refuses this request
+    if gbnf.is_gbnf(text):
+        return gbnf.lark_of(text, kind)
+    if found := _NOT_KEPT.search(text):
         raise RequestError(
-            f"structured_outputs.{kind} is not GBNF: {error}", param=f"structured_outputs.{kind}"
-        ) from error
+            f"structured_outputs.{kind} has the attribute {found[1]!r}, which can't be kept: it takes back what was "
+            "said, or is no matter of the language",
+            param=f"structured_outputs.{kind}",
+        )
+    return text
 
 
 def _structural_tag(tag: Mapping[str, Any], special_tokens: Mapping[str, int]) -> str:

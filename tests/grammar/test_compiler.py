@@ -32,6 +32,8 @@ from .walk import allowed_ids, compiled
         ({"regex": "(?=a)b"}, "look-a"),
         ({"grammar": "start: nowhere"}, "nowhere"),
         ({"grammar": "root ::= ("}, "GBNF"),
+        ({"grammar": 'start: x "b"\nx[stop="q"]: /[a-z]*/'}, "stop"),
+        ({"grammar": "start: x\nx[capture, temperature=0.5]: /a/"}, "temperature"),
         ({"structural_tag": {"format": {}}}, "format"),
         ({"structural_tag": {"structures": [{"begin": "x", "schema": "{", "end": "y"}], "triggers": ["x"]}}, "JSON"),
         ({"structural_tag": {"structures": [{"begin": "x", "end": "y"}], "triggers": ["z"]}}, "triggers"),
