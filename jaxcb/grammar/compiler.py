@@ -53,7 +53,7 @@ class Grammar:
     mask_size: int
     """Ids in a mask: those of the model, or of the tokenizer if they are more."""
     eos_ids: Sequence[int]
-    """The model's."""
+    """The model's, and that which llguidance ends an answer with."""
 
     def constraint(self, end_ids: Iterable[int], *, takes_forced: bool) -> Constraint:
         """The state of one answer, at its beginning; see :class:`Constraint`."""
@@ -131,7 +131,8 @@ class GrammarCompiler:
             if error := _try_out(matcher):
                 raise _refusal(wanted, error)
             marker = self._marker(wanted.reasoning_end)
-            return Grammar(wanted, matcher, marker, self._mask_size, self._eos_ids)
+            eos_ids = sorted({*self._eos_ids, *tokenizer.eos_tokens})
+            return Grammar(wanted, matcher, marker, self._mask_size, eos_ids)
         except RequestError:
             raise
         except Exception as error:  # of a library: whatever it raises refuses this request

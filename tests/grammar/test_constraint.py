@@ -16,7 +16,7 @@ from jaxcb.grammar import GrammarCompiler, Masks
 from tests.text.small_tokenizers import byte_level
 
 from .schemas import SCHEMAS
-from .walk import accepts, allowed_ids, compiled, walk
+from .walk import VOCABULARY, accepts, allowed_ids, compiled, walk
 
 
 def ids_of(compiler: GrammarCompiler, text: str) -> list[int]:
@@ -98,6 +98,16 @@ def test_an_end_token_that_does_not_end_the_answer_never_comes(compiler: Grammar
     assert {compiler._tokenizer.decode([token]) for token in allowed_ids(constraint)} == {"b"}
     constraint.advance(ids_of(compiler, "b"))
     assert constraint.ended
+
+
+def test_a_model_without_an_end_token_goes_on_as_long_as_the_language_does() -> None:
+    """The tokenizer has one, with which llguidance would end an answer; to the model it is a token like any other."""
+    tokenizer = byte_level()
+    endless = GrammarCompiler(tokenizer, VOCABULARY, [])
+    constraint = compiled(endless, regex="b*").constraint([], takes_forced=False)
+    b = tokenizer.encode("b")
+    assert constraint.complete and allowed_ids(constraint) == b
+    endless.close()
 
 
 def test_forced_tokens_come_one_after_the_other_and_then_the_choice(compiler: GrammarCompiler) -> None:
