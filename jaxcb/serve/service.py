@@ -124,23 +124,30 @@ class Service:
             for stream in streams:
                 stream.abort()
             if isinstance(error, RequestError) and error.param is not None:
-                raise RequestError(str(error), param=field_names.get(error.param, error.param)) from error
+                raise _by_the_body_s_names(error, field_names) from error
             raise
         return streams
+
+
+def _by_the_body_s_names(error: RequestError, field_names: Mapping[str, str]) -> RequestError:
+    if error.param == "extra_args":
+        return RequestError(str(error).replace("extra_args", "vllm_xargs"), param="vllm_xargs")
+    return RequestError(str(error), param=field_names.get(error.param or "", error.param))
 
 
 class Meter:
     """Watches the outputs of one sequence go by: gaps between tokens, the log line and the metrics at its end."""
 
     def __init__(self, service: Service):
-        self._metrics = service.metrics
+        self._engine, self._metrics = service.engine, service.metrics
         self._last_s: float | None = None
 
     def saw(self, output: RequestOutput) -> None:
         """Call with every output, in order.
 
         Raises:
-            ApiError: the engine dropped the sequence.
+            ApiError: the engine failed, or dropped the sequence; 400 where what the request asks for can't be done, as
+                when its parameters leave no token that its grammar allows.
         """
         now_s = time.monotonic()
         if output.new_token_ids:
@@ -151,6 +158,8 @@ class Meter:
             return
         _log_end(output)
         if output.finish_reason is FinishReason.ERROR:
+            if self._engine.healthy and output.error is not None:
+                raise ApiError(400, output.error, code="request_failed")
             logger.error("%s failed: %s", output.request_id, output.error)
             raise ApiError(500, "The engine failed while this request was running.", code="engine_error")
         if output.finish_reason is FinishReason.ABORT:

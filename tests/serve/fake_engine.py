@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxcb.config import EngineConfig
 from jaxcb.errors import EngineStoppedError, ModelError, QueueFullError, RequestError
+from jaxcb.logits_processor import check_extra_args
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import FinishReason, Request, RequestOutput
 from jaxcb.structured_outputs import StructuredOutputs
@@ -26,6 +27,8 @@ from jaxcb.structured_outputs import StructuredOutputs
 EOS = ord("!")
 FAILS = "?"
 """A prompt that begins so makes the engine fail after two tokens."""
+IMPOSSIBLE = "~"
+"""One that begins so fails by itself after two tokens; the engine goes on."""
 MAX_MODEL_LEN = 128
 PAGES = 64
 
@@ -120,8 +123,12 @@ class FakeStream:
     def _next_token(self) -> RequestOutput:
         sampling, prompt = self.request.sampling, self.request.prompt_token_ids
         if self._engine.fails or (len(self._ids) == 2 and chr(prompt[0]) == FAILS):
+            self._engine.healthy = False
             self._engine._ended(self, FinishReason.ERROR)
             return self._output([], "", self.ended, error="/secret/path: XlaRuntimeError")
+        if len(self._ids) == 2 and chr(prompt[0]) == IMPOSSIBLE:
+            self._engine._ended(self, FinishReason.ERROR)
+            return self._output([], "", self.ended, error="no token could be sampled")
         script = self._engine.answer
         if script is None:
             token = prompt[len(self._ids) % len(prompt)]
@@ -271,6 +278,7 @@ class FakeEngine:
     def _submit(self, request: Request, index: int) -> FakeStream:
         if self._stopped or not self.healthy:
             raise EngineStoppedError("the engine was shut down by /secret/path")
+        check_extra_args((), request.sampling.extra_args)
         if len(request.prompt_token_ids) >= self.limit:
             raise RequestError(f"at most {self.limit} tokens fit", param="prompt")
         if len(request.prompt_token_ids) + (request.sampling.max_tokens or 0) > self.limit:

@@ -114,6 +114,24 @@ def test_failure_before_the_answer_is_500() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_turns_out_to_be_impossible_is_the_request_s_own_fault(stream: bool) -> None:
+    """Its parameters leave no token that its grammar allows, say: the client reads why, and the engine goes on."""
+
+    async def scenario() -> None:
+        engine = FakeEngine(step_s=0.002)
+        connection = Connection(engine, prompt="~bc", max_tokens=100, stream=stream)
+        await connection.task
+        assert connection.status == (200 if stream else 400)
+        text = connection.received.decode()
+        error = (events(text)[-1] if stream else json.loads(text))["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "request_failed")
+        assert error["message"] == "no token could be sampled"
+        assert engine.healthy
+
+    asyncio.run(scenario())
+
+
 def test_failure_inside_a_stream_is_an_error_event() -> None:
     async def scenario() -> None:
         engine = FakeEngine(step_s=0.002)

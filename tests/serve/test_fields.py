@@ -63,6 +63,12 @@ def test_what_is_left_out_is_the_model_s_default_and_what_is_sent_wins(path: str
 
 
 @BOTH
+def test_arguments_of_logits_processors_go_by_the_body_s_name(client: TestClient, path: str) -> None:
+    error = refusal(client, path, vllm_xargs={"boost": 1})
+    assert error["param"] == "vllm_xargs" and error["message"].startswith("vllm_xargs has no field 'boost'")
+
+
+@BOTH
 def test_the_model_s_default_of_max_tokens_leaves_room_at_the_context_limit(path: str) -> None:
     engine = FakeEngine(sampling_defaults={"max_tokens": 100_000})
     with TestClient(make_app(engine)) as client:

@@ -211,6 +211,7 @@ def test_a_failure_ends_the_stream_with_response_failed() -> None:
         assert response.status_code == 200
         engine.fails = True
         found = named_events(client.post(PATH, json={"input": "x", "stream": True}).text)
+        engine.healthy = True
         error = error_of(client.post(PATH, json={"input": "x"}), 500)
     assert error["code"] == "engine_error"
     assert found[-1]["type"] == "response.failed"
