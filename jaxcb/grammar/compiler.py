@@ -8,6 +8,7 @@ meanwhile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,8 @@ MAX_QUEUED = 64
 """Grammars that wait for that; one more is refused."""
 KEPT = 256
 """Compiled grammars that are remembered."""
+MARKERS = 16
+"""Ends of free text that are remembered: a model has one."""
 LIMITS = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 250_000,
@@ -84,6 +87,7 @@ class GrammarCompiler:
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="jaxcb-grammar")
         self._ours: llguidance.LLTokenizer | None = None
         self._building = threading.Lock()
+        self._marker = functools.lru_cache(MARKERS)(self._new_marker)
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
         """The compiled grammar. Blocks while it is compiled for the first time, the first one of all for a second.
@@ -130,7 +134,7 @@ class GrammarCompiler:
             matcher = llguidance.LLMatcher(tokenizer, source, limits=limits, log_level=0)
             if error := _try_out(matcher):
                 raise _refusal(wanted, error)
-            marker = self._marker(wanted.reasoning_end)
+            marker = None if wanted.reasoning_end is None else self._marker(wanted.reasoning_end)
             eos_ids = sorted({*self._eos_ids, *tokenizer.eos_tokens})
             return Grammar(wanted, matcher, marker, self._mask_size, eos_ids)
         except RequestError:
@@ -152,10 +156,13 @@ class GrammarCompiler:
                 )
             return self._ours
 
-    def _marker(self, text: str | None) -> Marker | None:
-        if text is None:
-            return None
-        return Marker(text, [self._tokenizer.token_bytes(token) for token in range(self._tokenizer.vocab_size)])
+    def _new_marker(self, text: str) -> Marker:
+        return Marker(text, self._token_bytes)
+
+    @functools.cached_property
+    def _token_bytes(self) -> list[bytes]:
+        """Of all ids; a fraction of a second for a large vocabulary, so once."""
+        return [self._tokenizer.token_bytes(token) for token in range(self._tokenizer.vocab_size)]
 
 
 def _try_out(matcher: llguidance.LLMatcher) -> str:
