@@ -20,6 +20,7 @@ import itertools
 import logging
 import numbers
 import queue
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine, OutputStream, beams
 from jaxcb.engine.beams import check_beams
 from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
+from jaxcb.gather import gather
 from jaxcb.request import FinishReason, Request, RequestOutput, SamplingParams, best_choices
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -42,6 +44,8 @@ _OPEN_AT_ONCE = 1024
 """Prompts that the engine has at a time, enough to keep every slot filled; the rest isn't even tokenized yet."""
 _ids = itertools.count()
 _shared: Engine | None = None
+_starting = threading.Lock()
+"""Calls of several threads and coroutines start one engine."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,32 +97,36 @@ async def generate_async(
     prompts: Prompt | Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
-    engine: Engine,
+    config: EngineConfig | None = None,
+    engine: Engine | None = None,
+    progress: bool = True,
 ) -> list[RequestOutput]:
-    """:func:`generate` for a coroutine, on a running engine; cancelling it ends what still runs."""
+    """:func:`generate` for a coroutine; cancelling it ends what still runs."""
     many = _as_list(prompts)
     wanted = _one_for_each(sampling, len(many))
-    room = asyncio.Semaphore(_OPEN_AT_ONCE)
+    running = await asyncio.to_thread(_engine, config, engine, progress)
     refusals: list[RequestError] = []
 
     async def one(index: int) -> RequestOutput:
-        async with room:
-            params = wanted[index] or SamplingParams(**engine.sampling_defaults)
+        params = wanted[index] or SamplingParams(**running.sampling_defaults)
+        try:
+            request = await asyncio.to_thread(_ready_request, running, many[index], params, f"prompts[{index}]")
+            streams = running.submit_choices(request)
+        except RequestError as error:
+            refusals.append(error)
+            output = _refused(error)
+        else:
             try:
-                request = await asyncio.to_thread(_request, engine, many[index], params, f"prompts[{index}]")
-                streams = engine.submit_choices(request)
-            except RequestError as error:
-                refusals.append(error)
-                return _refused(error)
-            try:
-                return _answer([await _last_async(engine, stream) for stream in streams], params)
+                output = _answer([await _last_async(running, stream) for stream in streams], params)
             finally:
                 for stream in streams:
                     stream.abort()
+        bar.finished(output)
+        return output
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(index)) for index in range(len(many))]
-    return _results([task.result() for task in tasks], refusals)
+    with _Bar(len(many), progress) as bar:
+        outputs = await gather(range(len(many)), one, at_once=_OPEN_AT_ONCE)
+    return _results(outputs, refusals)
 
 
 class _Window:
@@ -299,13 +307,19 @@ def stream(
 
 
 async def stream_async(
-    prompt: Prompt, sampling: SamplingParams | None = None, *, engine: Engine
+    prompt: Prompt,
+    sampling: SamplingParams | None = None,
+    *,
+    config: EngineConfig | None = None,
+    engine: Engine | None = None,
+    progress: bool = True,
 ) -> AsyncIterator[RequestOutput]:
-    """:func:`stream` for a coroutine, on a running engine."""
+    """:func:`stream` for a coroutine."""
     [params] = _one_for_each(sampling, 1)
-    params = params or SamplingParams(**engine.sampling_defaults)
-    request = await asyncio.to_thread(_request, engine, prompt, params, "prompt")
-    async with engine.submit(request) as outputs:
+    running = await asyncio.to_thread(_engine, config, engine, progress)
+    params = params or SamplingParams(**running.sampling_defaults)
+    request = await asyncio.to_thread(_ready_request, running, prompt, params, "prompt")
+    async with running.submit(request) as outputs:
         async for output in outputs:
             yield _checked(output)
 
@@ -319,11 +333,12 @@ def _engine(config: EngineConfig | None, engine: Engine | None, progress: bool) 
     config = EngineConfig() if config is None else config
     if not isinstance(config, EngineConfig):
         raise ConfigError(f"config must be an EngineConfig, got {validation.shown(config)}", param="config")
-    if _shared is not None and (_shared.asked_for != config or not _shared.healthy):
-        _shut_down_shared()
-    if _shared is None:
-        _shared = Engine.start(config, progress=progress)
-    return _shared
+    with _starting:
+        if _shared is not None and (_shared.asked_for != config or not _shared.healthy):
+            _shut_down_shared()
+        if _shared is None:
+            _shared = Engine.start(config, progress=progress)
+        return _shared
 
 
 @atexit.register
@@ -344,6 +359,14 @@ def _request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: st
         arrival_s=time.monotonic(),
     )
     _named(where, functools.partial(engine.check_request, request))
+    return request
+
+
+def _ready_request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: str) -> Request:
+    """As :func:`_request`, with all done that takes its time: an asyncio loop can submit it and go on."""
+    request = _request(engine, prompt, sampling, where)
+    if sampling.structured_outputs is not None:
+        engine.compile_grammar(sampling.structured_outputs)
     return request
 
 

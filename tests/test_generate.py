@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import threading
 import weakref
 
 import jax.numpy as jnp
@@ -132,6 +133,8 @@ def test_a_failing_engine_raises(engine, monkeypatch):
     monkeypatch.setattr(engine._runner, "launch", lambda plan: (_ for _ in ()).throw(RuntimeError("device lost")))
     with pytest.raises(EngineStoppedError, match="device lost"):
         generate(["a", "b"], GREEDY, engine=engine, progress=False)
+    with pytest.raises(EngineStoppedError, match="device lost"):
+        asyncio.run(generate_async(["a", "b"], GREEDY, engine=engine, progress=False))
 
 
 def test_an_interrupt_returns_what_is_finished_and_drops_the_rest(engine, monkeypatch):
@@ -181,6 +184,52 @@ def test_coroutines_get_the_same(engine):
     assert [whole[0].text, whole[2].text] == [output.text for output in expected]
     assert whole[1].finish_reason is FinishReason.ERROR
     assert "".join(piece.new_text for piece in pieces) == whole[0].text
+
+
+def test_a_coroutine_needs_no_engine_of_its_own(engine, monkeypatch):
+    """Two at once, and calls that block, share the one that the first of them starts."""
+    started = []
+
+    def start(config, *, progress):
+        started.append(config)
+        engine.asked_for = config
+        return engine
+
+    monkeypatch.setattr(module.Engine, "start", start)
+    monkeypatch.setattr(module, "_shared", None)
+    config = EngineConfig(max_num_seqs=4)
+
+    async def both():
+        calls = (generate_async("the end", GREEDY, config=config, progress=False) for _ in range(2))
+        pieces = [piece async for piece in stream_async("the end", GREEDY, config=config, progress=False)]
+        return [output.text for [output] in await asyncio.gather(*calls)] + [pieces[-1].text]
+
+    texts = asyncio.run(both())
+    assert texts == [generate("the end", GREEDY, config=config, progress=False)[0].text] * 3
+    assert len(started) == 1
+    with pytest.raises(ConfigError, match="either config or engine"):
+        asyncio.run(generate_async("a", config=config, engine=engine))
+
+
+def test_coroutines_have_a_window_too(engine, monkeypatch):
+    monkeypatch.setattr(module, "_OPEN_AT_ONCE", 3)
+    open_then = []
+    monkeypatch.setattr(module, "_ready_request", _noting(module._ready_request, open_then, engine))
+    outputs = asyncio.run(generate_async([[i] for i in range(20)], GREEDY, engine=engine, progress=False))
+    assert [output.prompt_token_ids for output in outputs] == [[i] for i in range(20)]
+    assert max(open_then) <= 3
+
+
+def test_a_grammar_is_compiled_beside_the_loop(engine, monkeypatch):
+    threads = []
+    compile_grammar = engine.compile_grammar
+    monkeypatch.setattr(
+        engine, "compile_grammar", lambda wanted: threads.append(threading.current_thread()) or compile_grammar(wanted)
+    )
+    held = SamplingParams(structured_outputs=StructuredOutputs(regex="ab"))
+    [output] = asyncio.run(generate_async("the end", held, engine=engine, progress=False))
+    assert output.text == "ab"
+    assert threads and threading.main_thread() not in threads
 
 
 def test_the_bar_shows_tokens_a_second(engine, capsys):

@@ -40,8 +40,8 @@ class Constraints:
             and all(state is None for state in sequence.request.processor_states),
         )
         self._of[sequence] = constraint
-        if constraint.forced:
-            self._scheduler.foresee(sequence, list(constraint.forced))
+        if foreseen := constraint.foreseen:
+            self._scheduler.foresee(sequence, foreseen)
 
     def in_step(self, plan: StepPlan) -> list[tuple[int, Constraint, int]]:
         """(row, constraint, position in the answer) of what a step samples under a grammar."""
@@ -89,7 +89,7 @@ class Constraints:
             elif constraint.ended:
                 endings.append(self._end(sequence, FinishReason.STOP))
             else:
-                self._scheduler.foresee(sequence, list(constraint.forced))
+                self._scheduler.foresee(sequence, constraint.foreseen)
         return endings
 
     def nothing_left(self, sequence: Sequence) -> TokenEvent:

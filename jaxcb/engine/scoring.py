@@ -5,7 +5,6 @@ Each computes its prompt and one token that nobody reads.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 import time
@@ -19,6 +18,7 @@ from jaxtyping import Float
 from jaxcb import validation
 from jaxcb.engine.stream import OutputStream
 from jaxcb.errors import EngineStoppedError, RequestError
+from jaxcb.gather import gather
 from jaxcb.request import Pooling, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -138,19 +138,16 @@ async def complete_async(engine: Engine, requests: Sequence[Request]) -> list[Re
     """The same for a coroutine."""
     for request in requests:
         engine.check_request(request)
-    room = asyncio.Semaphore(_OPEN_AT_ONCE)
 
     async def one(request: Request) -> RequestOutput:
-        async with room, engine.submit(request) as stream:
+        async with engine.submit(request) as stream:
             last: RequestOutput | None = None
             async for output in stream:
                 last = output
             assert last is not None, "a stream ends with an output"
             return _checked(last)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(request)) for request in requests]
-    return [task.result() for task in tasks]
+    return await gather(requests, one, at_once=_OPEN_AT_ONCE)
 
 
 def _checked(output: RequestOutput) -> RequestOutput:

@@ -90,6 +90,12 @@ class Constraint:
         if self.forced:
             self._matcher.consume_tokens(self.forced)
 
+    @property
+    def foreseen(self) -> list[int]:
+        """Forced tokens after which another one comes: the answer's last token is sampled, so that nothing has to be
+        sampled after it."""
+        return self.forced[:-1] if self.forced and self._matcher.is_stopped() else list(self.forced)
+
     def next_forced(self, position: int) -> int | None:
         """The token of the answer at ``position`` if it is known already."""
         ahead = position - self.position

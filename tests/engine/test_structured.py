@@ -21,6 +21,8 @@ from tests.grammar.schemas import SCHEMAS
 
 PAGES = {"num_kv_pages": 44, "admission_watermark": 0.0}
 """Eight answers of a hundred tokens find no room together."""
+END = 1
+"""``</s>``, which this model has for an end token where a request says so."""
 
 
 def prompt(seed: int, length: int = 12) -> list[int]:
@@ -51,11 +53,11 @@ def test_answers_of_random_schemas_are_valid_whatever_shares_the_batch(make_engi
     engine = make_engines(**PAGES, run_ahead=run_ahead)
     rng = np.random.default_rng(seed)
     ways: list[dict[str, object]] = [
-        {"seed": int(rng.integers(1000))},
-        {"temperature": 0.0},
+        {"seed": int(rng.integers(1000)), "stop_token_ids": (END,)},
+        {"temperature": 0.0, "stop_token_ids": (END,)},
         {"logprobs": 2, "seed": 1},
         {"repetition_penalty": 1.3, "temperature": 0.0},
-        {"min_tokens": 20, "seed": 2},
+        {"min_tokens": 20, "seed": 2, "stop_token_ids": (END,)},
         {"stop": ("a", "]"), "seed": 3},
         {"ignore_eos": True, "seed": 4},
         {"stop_token_ids": (0,), "seed": 5},
@@ -108,7 +110,9 @@ def test_a_thinking_model_writes_freely_up_to_the_marker(make_engines):
     engine = make_engines()
     end = engine.tokenizer.encode("~")[0]
     sampling = held_to(
-        {"seed": 2, "temperature": 50.0, "logit_bias": {end: 100.0}}, regex="(yes|no)[ab]*", reasoning_end="~"
+        {"seed": 2, "temperature": 50.0, "logit_bias": {end: 100.0}, "stop_token_ids": (END,)},
+        regex="(yes|no)[ab]*",
+        reasoning_end="~",
     )
     outputs = complete(engine, [prompt(i) for i in range(4)], sampling)
     assert any(output.finish_reason is FinishReason.STOP for output in outputs)
@@ -146,6 +150,20 @@ def test_where_the_grammar_and_a_parameter_leave_nothing_the_answer_ends(make_en
     else:
         assert "allow" in output.error or "no token could be sampled" in output.error
     assert engine.healthy
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize("regex", ["ab", "(so|no), that is it", "(ab|cd){2}"])
+def test_forced_tokens_up_to_the_end_are_all_there_is(make_engines, regex, run_ahead):
+    """By a model that has no end token of its own, or isn't to use it: no token at all may follow."""
+    engine = make_engines(**PAGES, run_ahead=run_ahead)
+    wishes = [
+        held_to(sampling, regex=regex) for sampling in ({}, {"min_tokens": 50}, {"ignore_eos": True}, {"seed": 1})
+    ]
+    for output in complete(engine, [prompt(i) for i in range(4)], wishes):
+        assert output.finish_reason is FinishReason.STOP, output.error
+        assert re.fullmatch(regex, output.text)
+        assert engine.tokenizer.decode(output.token_ids, skip_special_tokens=False) == output.text
 
 
 def test_where_parameters_alone_leave_nothing_the_answer_ends_with_the_reason(make_engines):
