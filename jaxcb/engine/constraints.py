@@ -97,8 +97,10 @@ class Constraints:
         constraint = self._of.get(sequence)
         if constraint is not None and constraint.error is None and constraint.complete:
             return self._end(sequence, FinishReason.STOP)
-        reason = "its parameters" if constraint is None else constraint.error or "its grammar and its other parameters"
-        return self._end(sequence, FinishReason.ERROR, f"no token could be sampled: {reason} leave none")
+        why = "its parameters leave none, or the model's logits are not numbers"
+        if constraint is not None:
+            why = constraint.error or "its grammar and its other parameters leave none"
+        return self._end(sequence, FinishReason.ERROR, f"no token could be sampled: {why}")
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence has ended."""

@@ -46,6 +46,8 @@ class Score:
 
 def embed_requests(engine: Engine, texts: Sequence[Text], pooling: Pooling) -> list[Request]:
     """What :func:`embeddings` wants the outputs of."""
+    if pooling is None:
+        raise RequestError('pooling must be "last" or "mean", got None', param="pooling")
     return [
         Request(
             request_id=f"embed-{next(_ids)}",
@@ -71,7 +73,12 @@ def score_requests(engine: Engine, pairs: Sequence[tuple[Text, Text]]) -> list[R
     """What :func:`scores` wants the outputs of. A context and its continuation are read as one text, and cut where the
     context alone would end."""
     requests = []
-    for i, (context, continuation) in enumerate(pairs):
+    for i, pair in enumerate(pairs):
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise RequestError(
+                f"pairs[{i}] must hold a context and a continuation, got {validation.shown(pair)}", param="pairs"
+            )
+        context, continuation = pair
         if isinstance(context, str) != isinstance(continuation, str):
             raise RequestError(f"pairs[{i}] must hold two strings or two lists of token ids", param="pairs")
         before = _ids_of(engine, context, f"pairs[{i}]")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxcb.models.spec import ModelSpec
 from jaxcb.text import Tokenizer
 
 Params = dict[str, Any]
+Path = tuple[str, ...]
 _WEIGHT_NAMES = ("kernel", "weight", "embedding", "scale")
 
 
@@ -27,7 +28,8 @@ def held_params(spec: ModelSpec, params: Any) -> Params:
         params: a nested dict or an nnx model; see :class:`jaxcb.held_model.HeldModel`.
 
     Raises:
-        ModelError: a parameter is missing, or has another shape; the message names it.
+        ModelError: a parameter is missing, has another shape, is deleted, or has no place in such a model; the message
+            names it.
     """
     if not isinstance(spec, ModelSpec):
         raise ModelError(f"a held model needs a ModelSpec, got {type(spec).__name__}")
@@ -36,24 +38,44 @@ def held_params(spec: ModelSpec, params: Any) -> Params:
     if not isinstance(params, Mapping):
         raise ModelError(f"params must be a nested dict or an nnx model, got {type(params).__name__}")
     flat = dict(_leaves(params))
-    wanted = list(families.parameters(spec))
-    ours = all(tuple(map(str, parameter.path)) in flat for parameter in wanted)
-    by_name = {} if ours else {_plain_name(path): (path, value) for path, value in flat.items()}
+    wanted = {tuple(map(str, parameter.path)): parameter for parameter in families.parameters(spec)}
+    ours = 2 * len(wanted.keys() & flat.keys()) > len(wanted)
+    arrays, left = (_by_path if ours else _by_name)(flat, wanted)
+    if left:
+        raise ModelError(
+            f"the params hold {', '.join(sorted(left)[:8])}, for which a model of this spec has no place: they would "
+            "be left out of every answer"
+        )
     result: Params = {}
-    for parameter in wanted:
-        if ours:
-            path = tuple(map(str, parameter.path))
-            array = _shaped(".".join(path), flat[path], parameter.shape)
-        else:
-            parts = [_found(by_name, source) for source in parameter.sources]
-            array = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-        if parameter.kind == "scale":
-            array = array.astype(jnp.float32)
+    for path, parameter in wanted.items():
+        array = arrays[path].astype(jnp.float32) if parameter.kind == "scale" else arrays[path]
         families.insert(result, parameter.path, jax.device_put(array))
     return result
 
 
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+def _by_path(flat: Mapping[Path, Any], wanted: Mapping[Path, families.Parameter]) -> tuple[dict[Path, Any], list[str]]:
+    """Arrays in the decoder's own layout, and the names of those that are left."""
+    arrays = {}
+    for path, parameter in wanted.items():
+        name = ".".join(path)
+        if path not in flat:
+            raise ModelError(f"the params have no {name}; they have {_some(map('.'.join, flat))}")
+        arrays[path] = _shaped(name, flat[path], parameter.shape)
+    return arrays, [".".join(path) for path in flat if path not in wanted]
+
+
+def _by_name(flat: Mapping[Path, Any], wanted: Mapping[Path, families.Parameter]) -> tuple[dict[Path, Any], list[str]]:
+    """The same of arrays under the names of a checkpoint."""
+    by_name = {_plain_name(path): (path, value) for path, value in flat.items()}
+    arrays: dict[Path, Any] = {}
+    left = by_name.keys() - {_short(source.name) for parameter in wanted.values() for source in parameter.sources}
+    for path, parameter in wanted.items():
+        parts = [_found(by_name, source) for source in parameter.sources]
+        arrays[path] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return arrays, list(left)
+
+
+def _leaves(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     if isinstance(tree, Mapping):
         return [leaf for key, value in tree.items() for leaf in _leaves(value, (*path, str(key)))]
     if isinstance(tree, list | tuple):
@@ -61,24 +83,35 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...]
     return [(path, tree)]
 
 
-def _plain_name(path: tuple[str, ...]) -> str:
+def _plain_name(path: Path) -> str:
     """As in a checkpoint, without the "model." that some put before everything."""
     *parents, last = path
-    return ".".join([*parents, "weight" if last in _WEIGHT_NAMES else last]).removeprefix("model.")
+    return _short(".".join([*parents, "weight" if last in _WEIGHT_NAMES else last]))
 
 
-def _found(by_name: Mapping[str, tuple[tuple[str, ...], Any]], source: families.Source) -> Any:
+def _short(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _found(by_name: Mapping[str, tuple[Path, Any]], source: families.Source) -> Any:
     """Linear layers of flax keep their kernels [in, out], checkpoints [out, in]."""
-    name = source.name.removeprefix("model.")
+    name = _short(source.name)
     if name not in by_name:
-        raise ModelError(f"the params have no {source.name}; they have {', '.join(sorted(by_name)[:8])}, ...")
+        raise ModelError(f"the params have no {source.name}; they have {_some(by_name)}")
     path, array = by_name[name]
     return _shaped(source.name, array.T if path[-1] == "kernel" else array, source.shape)
+
+
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)[:8]
+    return f"{', '.join(first)}, ..." if first else "nothing"
 
 
 def _shaped(name: str, array: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(array, jax.Array | np.ndarray):
         raise ModelError(f"{name} must be an array, got {type(array).__name__}")
+    if isinstance(array, jax.Array) and array.is_deleted():
+        raise ModelError(f"the array of {name} has been deleted (given to a function that donates it, say)")
     if array.shape != shape:
         raise ModelError(f"{name} must have shape {shape}, got {array.shape}")
     return array

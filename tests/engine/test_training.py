@@ -94,6 +94,18 @@ def test_requests_that_run_go_on(engine, other_params, running):
     assert fresh.token_ids == greedy_by_hand(other_params, PROMPTS[0])
 
 
+def test_arrays_may_go_while_no_request_runs(engine, params):
+    """A training step that donates the old parameters deletes them before the engine has the new ones."""
+    before = [output.token_ids for output in complete(engine, PROMPTS, GREEDY)]
+    mine = jax.tree.map(lambda x: x + 0, params)
+    engine.update_params(mine)
+    complete(engine, PROMPTS, GREEDY)
+    for array in jax.tree.leaves(mine):
+        array.delete()
+    engine.update_params(params)
+    assert [output.token_ids for output in complete(engine, PROMPTS, GREEDY)] == before
+
+
 def test_asleep_it_has_no_kv_memory_and_awake_it_goes_on(engine):
     before = [output.token_ids for output in complete(engine, PROMPTS, GREEDY)]
     long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
@@ -125,6 +137,19 @@ def test_parameters_of_another_shape_are_refused_by_name(engine, params):
     wrong["layers"][1]["down"]["kernel"] = wrong["layers"][1]["down"]["kernel"][:, :-1]
     with pytest.raises(ModelError, match=r"layers\.1\.down\.kernel"):
         engine.update_params(wrong)
+    for change, reason in (
+        (lambda layer: layer.pop("down"), r"no layers\.1\.down\.kernel"),
+        (lambda layer: layer["down"].update(bias=jnp.zeros(48)), r"hold layers\.1\.down\.bias"),
+        (lambda layer: layer.update(lora={"a": jnp.zeros(3)}), r"hold layers\.1\.lora\.a"),
+    ):
+        wrong = jax.tree.map(lambda x: x, params)
+        change(wrong["layers"][1])
+        with pytest.raises(ModelError, match=reason):
+            engine.update_params(wrong)
+    donated = jax.tree.map(lambda x: x + 0, params)
+    donated["layers"][1]["down"]["kernel"].delete()
+    with pytest.raises(ModelError, match=r"layers\.1\.down\.kernel has been deleted"):
+        engine.update_params(donated)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     with pytest.raises(ModelError, match="float32"):
         engine.update_params(half)
@@ -173,6 +198,10 @@ def test_an_nnx_model_of_the_user_s_loads_by_the_names_of_its_parameters():
     np.testing.assert_array_equal(params["layers"][0]["down"]["kernel"], model.layers[0].mlp.down_proj.kernel[...].T)
     np.testing.assert_array_equal(params["embed"]["embedding"], model.embed_tokens.embedding[...])
     np.testing.assert_array_equal(params["lm_head"]["kernel"], model.lm_head.kernel[...].T)
+    model.layers[0].self_attn.q_norm = nnx.RMSNorm(SPEC.head_dim, rngs=nnx.Rngs(0))
+    with pytest.raises(ModelError, match=r"hold layers\.0\.self_attn\.q_norm\.weight"):
+        held_params(SPEC, model)
+    del model.layers[0].self_attn.q_norm
     del model.layers[1].mlp.up_proj
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         held_params(SPEC, model)
