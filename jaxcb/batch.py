@@ -8,6 +8,7 @@ Lines are those of OpenAI's batch API:
 in the order in which answers come. The bodies go through the server's own application, without a socket: what they may
 hold, and what comes back, is what the server says. An output file that is there already is gone on with: a line whose
 ``custom_id`` has an answer in it is skipped, and a last line that was cut off is taken away. Lines are written whole.
+What says that the engine failed is no answer: the run ends, and goes on from there when it is begun again.
 """
 
 from __future__ import annotations
@@ -26,32 +27,37 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
-from jaxcb.errors import ConfigError, JaxcbError
+from jaxcb.errors import ConfigError, EngineStoppedError, JaxcbError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
 OPEN_AT_ONCE = 512
 """Requests in the engine."""
+QUEUE_FULL = 429
+RETRY_S = 0.05
+"""Between two tries of a line that found ``--max-waiting`` requests before it."""
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
-def answered(file: Path) -> set[str]:
-    """The ids that an output file has answers for. A last line that was cut off is taken away.
+def answered(file: Path) -> dict[str, bool]:
+    """The ids that an output file has answers for, False for refusals. A last line that was cut off is taken away.
 
     Raises:
         ConfigError: it holds something else.
     """
     if not file.exists():
-        return set()
-    ids, end = set(), 0
+        return {}
+    ids: dict[str, bool] = {}
+    end = 0
     with file.open("r+b") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 break
             end += len(line)
             try:
-                ids.add(json.loads(line)["custom_id"])
+                entry = json.loads(line)
+                ids[entry["custom_id"]] = not _refused(entry)
             except (ValueError, LookupError, TypeError) as error:
                 raise ConfigError(
                     f"line {number} of {file} is no answer of a batch: choose another --output"
@@ -60,9 +66,15 @@ def answered(file: Path) -> set[str]:
     return ids
 
 
+def _refused(line: dict[str, Any]) -> bool:
+    response = line["response"]
+    return response is None or response["status_code"] != 200
+
+
 def requests(lines: Iterable[str], skip: set[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """(custom_id, line) of each line that is to be answered, or in the place of the line what is wrong with it.
     ``skip`` grows by those ids."""
+    seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -77,6 +89,9 @@ def requests(lines: Iterable[str], skip: set[str]) -> Iterator[tuple[str, dict[s
             if isinstance(entry, dict) and isinstance(entry.get("custom_id"), str):
                 name = entry["custom_id"]
             wrong = _wrong(entry, number)
+            if name in seen:
+                wrong, name = f"line {number} has the custom_id {name[:80]!r} of a line before it", f"line-{number}"
+            seen.add(name)
         if name in skip:
             continue
         skip.add(name)
@@ -132,7 +147,11 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 async def run(app: ASGIApp, source: Iterable[str], output: BinaryIO, done: set[str], *, progress: bool) -> int:
-    """Answer every line that is not ``done``; returns how many were refused or failed."""
+    """Answer every line that is not ``done``; returns how many were refused.
+
+    Raises:
+        EngineStoppedError: the engine failed; what is written so far are answers.
+    """
     failures = num_tokens = 0
     started_s = time.monotonic()
     running: set[asyncio.Task[dict[str, Any]]] = set()
@@ -143,7 +162,9 @@ async def run(app: ASGIApp, source: Iterable[str], output: BinaryIO, done: set[s
         for task in tasks:
             line = task.result()
             response = line["response"]
-            failures += response is None or response["status_code"] != 200
+            if response is not None and response["status_code"] >= 500:
+                raise EngineStoppedError(response["body"]["error"]["message"])
+            failures += _refused(line)
             usage = {} if response is None else response["body"].get("usage") or {}
             num_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
             output.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
@@ -173,7 +194,10 @@ async def _answer(app: ASGIApp, name: str, entry: dict[str, Any] | str) -> dict[
     line: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": name, "response": None, "error": None}
     if isinstance(entry, str):
         return line | {"error": {"code": "invalid_line", "message": entry}}
-    status, body = await post(app, entry["url"], json.dumps(entry["body"]).encode())
+    request = json.dumps(entry["body"]).encode()
+    while (answered := await post(app, entry["url"], request))[0] == QUEUE_FULL:
+        await asyncio.sleep(RETRY_S)
+    status, body = answered
     answer = json.loads(body)
     request_id = answer.get("id", line["id"])
     return line | {"response": {"status_code": status, "request_id": request_id, "body": answer}}
@@ -205,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             Engine.start(config, progress=not args.quiet) as engine,
         ):
             app = make_app(engine, model_names=options.served_model_names)
-            failures = asyncio.run(run(app, source, output, done, progress=not args.quiet))
+            failures = list(done.values()).count(False)
+            failures += asyncio.run(run(app, source, output, set(done), progress=not args.quiet))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130

@@ -33,7 +33,7 @@ from jaxcb.beam import BeamParams
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine, OutputStream, beams
 from jaxcb.engine.beams import check_beams
-from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
+from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.gather import gather
 from jaxcb.request import FinishReason, Request, RequestOutput, SamplingParams, best_choices
 
@@ -42,6 +42,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _OPEN_AT_ONCE = 1024
 """Prompts that the engine has at a time, enough to keep every slot filled; the rest isn't even tokenized yet."""
+RETRY_S = 0.05
+"""Between two tries of a prompt that found the engine's queue full (``max_waiting``), of other callers' requests."""
 _ids = itertools.count()
 _shared: Engine | None = None
 _starting = threading.Lock()
@@ -111,7 +113,9 @@ async def generate_async(
         params = wanted[index] or SamplingParams(**running.sampling_defaults)
         try:
             request = await asyncio.to_thread(_ready_request, running, many[index], params, f"prompts[{index}]")
-            streams = running.submit_choices(request)
+            _check_queue(running, request)
+            while (streams := _submitted(running, request)) is None:
+                await asyncio.sleep(RETRY_S)
         except RequestError as error:
             refusals.append(error)
             output = _refused(error)
@@ -127,6 +131,23 @@ async def generate_async(
     with _Bar(len(many), progress) as bar:
         outputs = await gather(range(len(many)), one, at_once=_OPEN_AT_ONCE)
     return _results(outputs, refusals)
+
+
+def _submitted(engine: Engine, request: Request) -> list[OutputStream] | None:
+    """None where the engine's queue is full."""
+    try:
+        return engine.submit_choices(request)
+    except QueueFullError:
+        return None
+
+
+def _check_queue(engine: Engine, request: Request) -> None:
+    """Raise RequestError if the engine's queue could never take all answers."""
+    count, limit = request.sampling.num_choices, engine.config.max_waiting
+    if limit is not None and count > limit:
+        raise RequestError(
+            f"{count} answers are asked for, and the engine's queue takes {limit} (max_waiting)", param="n"
+        )
 
 
 class _Window:
@@ -148,7 +169,12 @@ class _Window:
         """Answers as they come."""
         while len(self._answers) < len(self._prompts):
             while self._next < len(self._prompts) and len(self._open) < _OPEN_AT_ONCE:
-                if (refused := self._submit(self._next)) is not None:
+                try:
+                    refused = self._submit(self._next)
+                except QueueFullError:
+                    time.sleep(0.0 if self._open else RETRY_S)
+                    break
+                if refused is not None:
                     self._answers[self._next] = refused
                     yield refused
                 self._next += 1
@@ -165,6 +191,7 @@ class _Window:
         try:
             params = self._sampling[index] or SamplingParams(**self._engine.sampling_defaults)
             request = _request(self._engine, self._prompts[index], params, f"prompts[{index}]")
+            _check_queue(self._engine, request)
             streams = self._engine.submit_choices(request, blocking=True)
         except RequestError as error:
             self.refusals.append(error)

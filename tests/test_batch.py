@@ -10,7 +10,7 @@ import pytest
 
 from jaxcb import batch
 from jaxcb.engine import Engine
-from jaxcb.errors import ConfigError
+from jaxcb.errors import ConfigError, EngineStoppedError
 from jaxcb.serve.app import make_app
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
@@ -53,6 +53,7 @@ def test_every_line_is_answered_as_the_server_would(app):
         (line("x", method="GET"), "POST"),
         (line("x", body=[]) if False else json.dumps({"custom_id": "x", "url": "/v1/completions", "body": []}), "body"),
         (line("x", body={"stream": True}), "stream"),
+        (line("a"), "'a' of a line before"),
     ],
 )
 def test_a_bad_line_has_an_error_and_the_others_their_answers(app, text, reason):
@@ -67,6 +68,21 @@ def test_what_the_server_refuses_is_an_answer_with_its_status(app):
     assert answers["a"]["response"]["status_code"] == 400
     assert answers["a"]["response"]["body"]["error"]["param"] == "max_tokens"
     assert answers["b"]["response"]["status_code"] == 200
+
+
+def test_a_failure_of_the_engine_is_no_answer(monkeypatch):
+    """Or a run that is begun again would leave out what it was too late for."""
+    answers = iter([(200, b'{"id": "x"}'), (429, b""), (200, b'{"id": "y"}'), (503, b'{"error": {"message": "gone"}}')])
+
+    async def post(app, path, body):
+        return next(answers)
+
+    monkeypatch.setattr(batch, "post", post)
+    monkeypatch.setattr(batch, "OPEN_AT_ONCE", 1)
+    output = io.BytesIO()
+    with pytest.raises(EngineStoppedError, match="gone"):
+        asyncio.run(batch.run(None, [line(name) for name in "abcd"], output, set(), progress=False))
+    assert [json.loads(text)["custom_id"] for text in output.getvalue().splitlines()] == ["a", "b"]
 
 
 def test_no_more_lines_are_read_than_the_window_holds(app, monkeypatch):
@@ -112,6 +128,10 @@ def test_a_run_goes_on_where_the_last_one_was_cut_off(tmp_path, make_engines, mo
     assert len(names) == 5 and set(names) == {"0", "1", "2", "3", "4"}
     assert output.read_bytes().startswith(b"".join(lines[:2]))
     assert batch.main(arguments) == 0 and output.read_text().count("\n") == 5
+    source.write_text(source.read_text() + "\n{}\n")
+    assert batch.main(arguments) == 1
+    assert batch.main(arguments) == 1, "a refusal of an earlier run counts"
+    assert output.read_text().count("\n") == 6
 
 
 def test_a_file_of_something_else_is_not_written_to(tmp_path):

@@ -40,6 +40,19 @@ def test_more_prompts_than_are_handed_over_at_once(engine, monkeypatch):
     assert [output.prompt_token_ids for output in outputs] == [[i] for i in range(23)]
 
 
+def test_a_short_queue_is_waited_for(make_engine):  # noqa: F811  # the fixture
+    engine = make_engine(max_num_seqs=2, max_waiting=2)
+    prompts = [[i] for i in range(12)]
+    outputs = generate(prompts, GREEDY, engine=engine, progress=False)
+    again = asyncio.run(generate_async(prompts, GREEDY, engine=engine, progress=False))
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in again]
+    assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
+    assert len(engine.embed(prompts)) == len(asyncio.run(engine.embed_async(prompts))) == 12
+    many = SamplingParams(n=3, max_tokens=2)
+    with pytest.raises(RequestError, match="3 answers"):
+        generate([[5]], many, engine=engine, progress=False)
+
+
 def test_one_prompt_of_each_kind(engine):
     text = generate("the end", GREEDY, engine=engine, progress=False)
     ids = generate(engine.tokenizer.encode("the end"), GREEDY, engine=engine, progress=False)

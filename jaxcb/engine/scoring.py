@@ -5,6 +5,7 @@ Each computes its prompt and one token that nobody reads.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import time
@@ -17,7 +18,7 @@ from jaxtyping import Float
 
 from jaxcb import validation
 from jaxcb.engine.stream import OutputStream
-from jaxcb.errors import EngineStoppedError, RequestError
+from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
 from jaxcb.gather import gather
 from jaxcb.request import Pooling, Request, RequestOutput, SamplingParams
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 Text = str | Sequence[int]
 """Or its token ids."""
 _OPEN_AT_ONCE = 1024
+_RETRY_S = 0.05
+"""Between two tries of a request that found the engine's queue full."""
 _ids = itertools.count()
 _READ = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 _SCORED = dataclasses.replace(_READ, prompt_logprobs=0)
@@ -130,12 +133,18 @@ def complete(engine: Engine, requests: Sequence[Request]) -> Iterable[RequestOut
     """
     for request in requests:
         engine.check_request(request)
-    left, streams = iter(requests), deque[OutputStream]()
+    left, streams = deque(requests), deque[OutputStream]()
     try:
-        for _ in requests:
-            for request in itertools.islice(left, _OPEN_AT_ONCE - len(streams)):
-                streams.append(engine.submit_blocking(request))
-            yield _checked([*streams.popleft()][-1])
+        while left or streams:
+            while left and len(streams) < _OPEN_AT_ONCE:
+                try:
+                    streams.append(engine.submit_blocking(left[0]))
+                except QueueFullError:
+                    time.sleep(0.0 if streams else _RETRY_S)
+                    break
+                left.popleft()
+            if streams:
+                yield _checked([*streams.popleft()][-1])
     finally:
         for stream in streams:
             stream.abort()
@@ -147,7 +156,13 @@ async def complete_async(engine: Engine, requests: Sequence[Request]) -> list[Re
         engine.check_request(request)
 
     async def one(request: Request) -> RequestOutput:
-        async with engine.submit(request) as stream:
+        while True:
+            try:
+                opened = engine.submit(request)
+                break
+            except QueueFullError:
+                await asyncio.sleep(_RETRY_S)
+        async with opened as stream:
             last: RequestOutput | None = None
             async for output in stream:
                 last = output

@@ -72,6 +72,47 @@ def test_answers_of_random_schemas_are_valid_whatever_shares_the_batch(make_engi
         assert len(output.token_ids) == 60
 
 
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+TRUE = {"const": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "sampling"),
+    [
+        (RECORD, {}),
+        (RECORD, {"max_tokens": 3, "temperature": 0.0}),
+        (RECORD, {"stop": ("}",)}),
+        (RECORD, {"stop": ("\n",)}),
+        (RECORD, {"ignore_eos": True}),
+        (TRUE, {"min_tokens": 50}),
+    ],
+    ids=["plain", "three tokens", "stop }", "stop line", "ignore_eos", "min_tokens"],
+)
+def test_an_answer_is_a_document_or_the_beginning_of_one(make_engines, schema, sampling):
+    """HB-40 (kekzl/imp#1199, omlx#2990, vllm#38696, vllm#54218)."""
+    engine = make_engines()
+    ends = {} if "ignore_eos" in sampling else {"stop_token_ids": (END,)}
+    wishes = [held_to({"max_tokens": 256, "seed": seed} | ends | sampling, json=schema) for seed in range(6)]
+    for output in complete(engine, [prompt(seed) for seed in range(6)], wishes):
+        assert not re.search(r"\s{65}", output.text)
+        whole = check(output, schema)
+        if not whole:
+            matcher = engine._grammars.compile(wishes[0].structured_outputs).matcher.deep_copy()
+            assert matcher.consume_tokens(list(output.token_ids)[: -1 if output.stop_reason else None])
+        assert whole or schema is RECORD
+        if sampling.get("max_tokens") == 3:
+            assert output.finish_reason is FinishReason.LENGTH and len(output.token_ids) == 3
+
+
 def test_the_answer_is_the_same_alone_and_in_a_full_engine_short_of_pages(make_engines):
     prompts = [prompt(i, 40) for i in range(8)]
     params = [held_to({"seed": i}, regex="so: ([a-z ]{20},){4}( and that is all there is| or so)") for i in range(8)]
