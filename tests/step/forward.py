@@ -22,6 +22,8 @@ from jaxcb.step.program import StepProgram, compiler_options, head_logits
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
 
 PAGE_SIZE = 16
+MIN_WIDTH = 16
+"""Pages of a block table: shorter sequences share what is compiled, which takes seconds."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -45,7 +47,7 @@ def teacher_forced(
 ) -> np.ndarray:
     """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve.
 
-    What is compiled goes by the chunk and the next power of two of the length: sequences of like length share it.
+    What is compiled goes by the chunk and the next power of two of the length, from 256 tokens on.
     """
     parts = _chunks(spec, params, token_ids, chunk, every=True, backend=backend)
     return np.concatenate([out[:count] for out, count in parts])
@@ -59,7 +61,7 @@ def chunked(spec: ModelSpec, params: Params, token_ids: list[int], chunk: int) -
 def _chunks(
     spec: ModelSpec, params: Params, token_ids: list[int], chunk: int, *, every: bool, backend: Backend
 ) -> Iterator[tuple[np.ndarray, int]]:
-    width = 2 ** (len(token_ids) // PAGE_SIZE).bit_length()
+    width = max(MIN_WIDTH, 2 ** (len(token_ids) // PAGE_SIZE).bit_length())
     layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width, backend)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
     kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
