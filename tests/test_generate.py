@@ -16,13 +16,20 @@ from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
 from jaxcb.generate import generate, generate_async, stream, stream_async
 from jaxcb.request import FinishReason, SamplingParams
 from jaxcb.structured_outputs import StructuredOutputs
-from tests.engine.conftest import backend, make_engine, params, tokenizer  # noqa: F401  # fixtures
+from tests.engine.conftest import backend, make_engine, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(make_engine):  # noqa: F811  # the fixture
+def engine(make_engines):  # noqa: F811  # the fixture
+    """One for the module."""
+    return make_engines()
+
+
+@pytest.fixture
+def own_engine(make_engine):  # noqa: F811  # the fixture
+    """For a test that counts what it has done, or breaks it."""
     return make_engine()
 
 
@@ -67,11 +74,11 @@ def test_stream_pieces_concatenate_to_what_generate_returns(engine):
     assert "".join(piece.new_text for piece in pieces) == whole.text == pieces[-1].text
 
 
-def test_leaving_a_stream_early_drops_the_request(engine):
-    for _ in stream("the end", SamplingParams(max_tokens=500, ignore_eos=True), engine=engine, progress=False):
+def test_leaving_a_stream_early_drops_the_request(own_engine):
+    for _ in stream("the end", SamplingParams(max_tokens=500, ignore_eos=True), engine=own_engine, progress=False):
         break
-    generate("the end", GREEDY, engine=engine, progress=False)
-    assert engine.stats().finished["abort"] == 1
+    generate("the end", GREEDY, engine=own_engine, progress=False)
+    assert own_engine.stats().finished["abort"] == 1
 
 
 def test_both_work_where_an_asyncio_loop_runs(engine):
@@ -120,9 +127,10 @@ def test_one_that_fails_on_the_way_does_not_lose_the_others(engine):
 )
 def test_where_no_prompt_is_possible_the_first_one_s_error_is_raised(engine, prompts, message):
     """vllm#7283: a prompt without tokens stopped the engine."""
+    steps = engine.stats().steps
     with pytest.raises(RequestError, match=message):
         generate(prompts, GREEDY, engine=engine, progress=False)
-    assert engine.stats().steps == 0
+    assert engine.stats().steps == steps
     assert generate([], GREEDY, engine=engine, progress=False) == []
 
 
@@ -142,15 +150,15 @@ def test_without_parameters_the_model_s_defaults_hold(engine, monkeypatch):
     assert len(own.token_ids) == 16 or own.finish_reason is FinishReason.STOP, "one that is given holds as it is"
 
 
-def test_a_failing_engine_raises(engine, monkeypatch):
-    monkeypatch.setattr(engine._runner, "launch", lambda plan: (_ for _ in ()).throw(RuntimeError("device lost")))
+def test_a_failing_engine_raises(own_engine, monkeypatch):
+    monkeypatch.setattr(own_engine._runner, "launch", lambda plan: (_ for _ in ()).throw(RuntimeError("device lost")))
     with pytest.raises(EngineStoppedError, match="device lost"):
-        generate(["a", "b"], GREEDY, engine=engine, progress=False)
+        generate(["a", "b"], GREEDY, engine=own_engine, progress=False)
     with pytest.raises(EngineStoppedError, match="device lost"):
-        asyncio.run(generate_async(["a", "b"], GREEDY, engine=engine, progress=False))
+        asyncio.run(generate_async(["a", "b"], GREEDY, engine=own_engine, progress=False))
 
 
-def test_an_interrupt_returns_what_is_finished_and_drops_the_rest(engine, monkeypatch):
+def test_an_interrupt_returns_what_is_finished_and_drops_the_rest(own_engine, monkeypatch):
     """It comes when the first answer is in the bar; others are under way, and one has not begun."""
 
     def interrupted(self, output):
@@ -159,12 +167,12 @@ def test_an_interrupt_returns_what_is_finished_and_drops_the_rest(engine, monkey
     monkeypatch.setattr(module, "_OPEN_AT_ONCE", 3)
     monkeypatch.setattr(module._Bar, "finished", interrupted)
     long = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
-    outputs = generate([[5], [6], [7], [8]], [GREEDY, long, long, long], engine=engine, progress=False)
+    outputs = generate([[5], [6], [7], [8]], [GREEDY, long, long, long], engine=own_engine, progress=False)
     assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH, *[FinishReason.ABORT] * 3]
     assert len(outputs[0].token_ids) == 6 and len(outputs[3].token_ids) == 0
     monkeypatch.undo()
-    assert generate("a", GREEDY, engine=engine, progress=False)[0].finish_reason is FinishReason.LENGTH
-    assert engine.stats().finished["abort"] == 2
+    assert generate("a", GREEDY, engine=own_engine, progress=False)[0].finish_reason is FinishReason.LENGTH
+    assert own_engine.stats().finished["abort"] == 2
 
 
 def test_a_slow_answer_does_not_keep_later_prompts_waiting(engine, monkeypatch):
