@@ -29,6 +29,7 @@ class StructuredOutputs:
         regex: a regular expression (Rust's syntax) that matches the whole answer.
         choice: one of these strings.
         grammar: a grammar in Lark's notation (begins at ``start``) or in GBNF, llama.cpp's EBNF (``root ::= ...``).
+            As llguidance reads it: a terminal takes as much text as it can, and gives none back to what follows.
         structural_tag: free text and constrained pieces. ``{"format": {"type": ...}}`` is xgrammar's tree of formats
             (const_string, json_schema, grammar, regex, any_text; sequence, or, optional, plus, star, repeat; tag,
             triggered_tags, tags_with_separator, dispatch); ``{"structures": [{"begin", "schema", "end"}, ...],
