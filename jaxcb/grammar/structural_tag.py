@@ -2,7 +2,7 @@
 
 The notation, and what each format means, are xgrammar's (its docs, "Structural Tag Usage"), which vLLM and SGLang take
 too. What is not supported is refused by name: formats and limits that count tokens, and notations of JSON that are not
-JSON.
+JSON. A JSON document may have blanks around it (RFC 8259, section 2), which llguidance lets come in some places.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ def accepted(wanted: Format, text: str) -> bool:
 
 
 def after(wanted: Format, text: str, at: int, ends: Sequence[str]) -> set[int]:
-    """Where a format that begins at ``at``, and one of the ends after it, may end. JSON is a digit here."""
+    """Where a format that begins at ``at``, and one of the ends after it, may end. JSON is a digit here, with blanks
+    around it as RFC 8259 has them: llguidance lets them come in some places."""
     kind = wanted["type"]
     if kind == "any_text":
         return _free(text, at, ends, wanted.get("excludes", ()))
@@ -35,7 +37,12 @@ def _plain(wanted: Format, text: str, at: int) -> set[int]:
     if wanted["type"] == "const_string":
         return {at + len(wanted["value"])} if text.startswith(wanted["value"], at) else set()
     if wanted["type"] == "json_schema":
-        return {at + 1} if text[at : at + 1].isdigit() else set()
+        document = re.compile(r"[ \t\r\n]*[0-9]").match(text, at)
+        if document is None:
+            return set()
+        blanks = re.compile(r"[ \t\r\n]*").match(text, document.end())
+        assert blanks is not None
+        return set(range(document.end(), blanks.end() + 1))
     if wanted["type"] == "optional":
         return {at} | after(wanted["content"], text, at, ())
     assert wanted["type"] in ("star", "plus")
