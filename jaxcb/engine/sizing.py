@@ -29,6 +29,7 @@ from jaxcb.sizing import (
 )
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
+from pallas_kernels.platform import platform
 
 T = TypeVar("T")
 CPU_KV_BYTES = 2**30
@@ -45,7 +46,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
     Raises:
         ConfigError: the numbers can't work together; ``.param`` names the field.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     max_model_len = wanted_model_len(config, spec.max_position)
     seqs, budget = batch_limits(config, max_model_len, on_cpu=on_cpu)
     page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * config.page_size
@@ -78,7 +79,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
 
 def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
     """The scheduler's limits of a resolved config."""
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     padded = config.backend != "native" or config.exact_fill
     return scheduler_limits(
         config,

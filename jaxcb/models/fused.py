@@ -1,0 +1,129 @@
+"""The decoder for GPUs, in nine kernels a layer: what stands between two products is one kernel of our own.
+
+Norm, product, rotation with the KV write, attention, product, norm, product, SiLU x up, product; the library's products
+add the residual stream and biases as they store. Left to XLA, that is 11 to 17 kernels and more traffic between them.
+Layers are unrolled: a step has no control flow and becomes one CUDA graph. ``python -m bench.audit`` holds all of that.
+
+With ``fast_norm`` a layer has no kernel for its two norms: their scales are in the weights (:func:`fold_norms`), and
+the kernels after the products divide by the root mean square. Other numbers are rounded then: the norm's rows, which
+:func:`pallas_kernels.rms_norm` rounds to the weights' dtype, are not, and the weights are once more.
+
+On a CPU the kernels run in Pallas's interpreter, which is for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxcb.models.decoder import Params
+from jaxcb.models.product import rounded_product
+from jaxcb.models.rope import rope_tables
+from jaxcb.models.spec import ModelSpec
+from pallas_kernels import HeadNorm, LateNorm, rms_norm, rope_and_write_kv, silu_mul
+from pallas_kernels.platform import platform
+
+Pages = Shaped[Array, "F page_size K D"]
+"""The pool, seen flat."""
+
+
+class Places(NamedTuple):
+    """Where each token lies."""
+
+    positions: Int[Array, "T"]
+    pages: Int[Array, "T"]
+    """Page 0 for padding."""
+    offsets: Int[Array, "T"]
+
+
+@runtime_checkable
+class AttendPages(Protocol):
+    """Attention of one layer to what lies in the pages, this step's keys and values included."""
+
+    def __call__(self, layer: int, kv: Array, q: Float[Array, "T H D"]) -> Float[Array, "T H D"]: ...
+
+
+def apply_layers(
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Int[Array, "T"],
+    places: Places,
+    kv: Pages,
+    attend: AttendPages,
+    *,
+    fast_norm: bool,
+) -> tuple[Float[Array, "T E"], Pages]:
+    """As :func:`jaxcb.models.decoder.apply_layers`: the residual stream after the last layer, and the pages.
+
+    Arguments:
+        fast_norm: ``params`` went through :func:`fold_norms`.
+    """
+    angles = rope_tables(spec.rope, spec.head_dim, places.positions)
+    x = jnp.take(params["embed"]["embedding"], token_ids, axis=0, mode="clip")
+    for index in range(spec.num_layers):
+        x, kv = _layer(spec, params["layers"][index], index, x, kv, angles, places, attend, fast_norm)
+    return x, kv
+
+
+def _layer(
+    spec: ModelSpec,
+    layer: Mapping[str, Any],
+    index: int,
+    x: Float[Array, "T E"],
+    kv: Pages,
+    angles: tuple[Array, ...],
+    places: Places,
+    attend: AttendPages,
+    fast_norm: bool,
+) -> tuple[Float[Array, "T E"], Pages]:
+    interpret, eps = platform() == "cpu", spec.rms_norm_eps
+
+    def normed_product(x: Float[Array, "T E"], norm: str, linear: str) -> tuple[Float[Array, "T O"], LateNorm | None]:
+        """The product of a norm's rows, and what is left to do to it."""
+        part = layer[linear]
+        if fast_norm:
+            return rounded_product(x, part["kernel"]), LateNorm(x, eps, part.get("bias"))
+        normed = rms_norm(x, layer[norm]["scale"], eps=eps, backend="triton", interpret=interpret)
+        return _linear(part, normed), None
+
+    qkv, late_norm = normed_product(x, "input_norm", "qkv")
+    head_norm = HeadNorm(layer["q_norm"]["scale"], layer["k_norm"]["scale"], eps) if spec.qk_norm else None
+    q, kv = rope_and_write_kv(
+        kv,
+        qkv.reshape(x.shape[0], -1, spec.head_dim),
+        *angles,
+        places.pages,
+        places.offsets,
+        layer=index,
+        num_layers=spec.num_layers,
+        head_norm=head_norm,
+        late_norm=late_norm,
+        backend="triton",
+        interpret=interpret,
+    )
+    x = x + _linear(layer["o"], attend(index, kv, q).reshape(x.shape[0], spec.q_size))
+    gate_up, late_norm = normed_product(x, "post_norm", "gate_up")
+    return x + _linear(layer["down"], silu_mul(gate_up, late_norm=late_norm, backend="triton", interpret=interpret)), kv
+
+
+def _linear(part: Mapping[str, Array], x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+    y = rounded_product(x, part["kernel"])
+    return y + part["bias"] if "bias" in part else y
+
+
+def fold_norms(params: Params) -> Params:
+    """Parameters for ``fast_norm``: the scales of a layer's two norms go into the weights after them, in float32, and
+    become 1."""
+
+    def folded(layer: Mapping[str, Any]) -> dict[str, Any]:
+        out = dict(layer)
+        for norm, linear in (("input_norm", "qkv"), ("post_norm", "gate_up")):
+            scale, kernel = layer[norm]["scale"], layer[linear]["kernel"]
+            out[linear] = {**layer[linear], "kernel": (kernel.astype(jnp.float32) * scale).astype(kernel.dtype)}
+            out[norm] = {"scale": jnp.ones_like(scale)}
+        return out
+
+    return {**params, "layers": {index: folded(layer) for index, layer in params["layers"].items()}}
