@@ -25,10 +25,10 @@ PAGE_SIZE = 16
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend):
+def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend, fast_norm: bool):
     """The step's forward, and one that gives the logits of every token."""
     layout = StepLayout(bucket, width, bucket.num_seqs)
-    program = StepProgram(spec, layout, PAGE_SIZE, backend)
+    program = StepProgram(spec, layout, PAGE_SIZE, backend, fast_norm=fast_norm)
 
     def every_token(params, kv, state, upload):
         batch = layout.unpack(upload)
@@ -41,13 +41,19 @@ def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend):
 
 
 def teacher_forced(
-    spec: ModelSpec, params: Params, token_ids: list[int], chunk: int = 256, backend: Backend = "xla"
+    spec: ModelSpec,
+    params: Params,
+    token_ids: list[int],
+    chunk: int = 256,
+    backend: Backend = "xla",
+    *,
+    fast_norm: bool = False,
 ) -> np.ndarray:
     """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve.
 
     What is compiled goes by the chunk and the next power of two of the length: sequences of like length share it.
     """
-    parts = _chunks(spec, params, token_ids, chunk, every=True, backend=backend)
+    parts = _chunks(spec, params, token_ids, chunk, every=True, backend=backend, fast_norm=fast_norm)
     return np.concatenate([out[:count] for out, count in parts])
 
 
@@ -57,12 +63,19 @@ def chunked(spec: ModelSpec, params: Params, token_ids: list[int], chunk: int) -
 
 
 def _chunks(
-    spec: ModelSpec, params: Params, token_ids: list[int], chunk: int, *, every: bool, backend: Backend
+    spec: ModelSpec,
+    params: Params,
+    token_ids: list[int],
+    chunk: int,
+    *,
+    every: bool,
+    backend: Backend,
+    fast_norm: bool = False,
 ) -> Iterator[tuple[np.ndarray, int]]:
     width = 2 ** (len(token_ids) // PAGE_SIZE).bit_length()
-    layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width, backend)
+    layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width, backend, fast_norm)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
-    kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
+    kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))
     state = SlotState.at_rest(layout.num_slots, width, ControlLayout(spec.vocab_size, 8))
     for start in range(0, len(token_ids), chunk):
         part = token_ids[start : start + chunk]
