@@ -27,6 +27,7 @@ def ragged_paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
+    arrivals: Int32[Array, "T K"] | None = None,
     backend: Backend | None = None,
     interpret: bool | Any = False,
 ) -> Float[Array, "T H D"]:
@@ -45,6 +46,8 @@ def ragged_paged_attention(
         soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None: they stay.
         sinks: a score of each head that takes its share of the weights and adds no value (Xiao et al. 2023, section
             3.3, as gpt-oss trains them); None: none.
+        arrivals: zeros that the triton backend counts in, as :func:`pallas_kernels.rope_and_write_kv` returns them;
+            None: it makes some, with one kernel more.
         backend: None chooses by platform.
         interpret: run the GPU kernels in Pallas's interpreter, on any platform; for mosaic also InterpretGPUParams.
 
@@ -63,6 +66,8 @@ def ragged_paged_attention(
     if sinks is not None:
         require_array(sinks, "sinks", (q.shape[1],), dtypes=PLAIN_DTYPES)
         sinks = sinks.astype(jnp.float32)
+    if arrivals is not None:
+        require_array(arrivals, "arrivals", (metadata.num_tokens, num_kv_heads), dtypes=("int32",))
     require(metadata.backend == backend, "metadata", f"built for backend {backend}", f"one for {metadata.backend}")
     require(metadata.page_size == page_size, "metadata", f"built for pages of {page_size}", metadata.page_size)
     require(metadata.window == window, "metadata", f"built for window {window}", f"one for {metadata.window}")
@@ -84,7 +89,9 @@ def ragged_paged_attention(
 
         mosaic.require_supported(q, kv_pages, sinks)
         return mosaic.ragged_paged_attention(q, kv_pages, metadata.work, interpret=interpret, **options)
-    return triton.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, interpret=interpret, **options)
+    return triton.ragged_paged_attention(
+        q, kv_pages, metadata.work, sinks=sinks, arrivals=arrivals, interpret=interpret, **options
+    )
 
 
 def decode_attention(

@@ -44,7 +44,7 @@ ARCHITECTURES = {"h200": "sm_90a", "h100": "sm_90a", "a100": "sm_80", "l4": "sm_
 
 
 def attention_cases(target: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Function and arguments of each case, by name. One holds the three kernels of a mixed step."""
+    """Function and arguments of each case, by name. One holds the two kernels of a mixed step."""
     dtypes = [dtype for dtype in KV_DTYPES if "float8" not in dtype or TARGETS[target].compute_capability >= (8, 9)]
     cases = {f"attention d{d} {dtype}": _attention(target, d, dtype) for d in (64, 128, 256) for dtype in dtypes}
     cases |= {f"attention d{d} bfloat16": _attention(target, d, "bfloat16") for d in (80, 96)}
@@ -223,7 +223,7 @@ def compile_kernels(name: str, target: str, dump: Path, ptxas: Path) -> dict[str
     for path in set(dump.glob("*.ptx")) - before:
         text = path.read_text()
         for entry in re.findall(r"\.entry (\w+)", text):
-            if re.match(r"(ragged_paged|decode|merge|copy_pages|rms_norm|silu_mul|rope)", entry):
+            if re.match(r"(ragged_paged|decode|copy_pages|rms_norm|silu_mul|rope)", entry):
                 kernels[entry] = assemble(path, ptxas, target) | {
                     "tensor_core": "wgmma" if "wgmma" in text else "mma" if "mma.sync" in text else ""
                 }

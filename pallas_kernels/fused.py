@@ -6,6 +6,8 @@ backend of each is the plain expression, which XLA fuses on CPUs by itself.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -64,6 +66,15 @@ def silu_mul(
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
+class Rotated(NamedTuple):
+    """What :func:`rope_and_write_kv` leaves for attention: rotated queries, the pages, and zeros to count in (None
+    where the backend needs none)."""
+
+    q: Float[Array, "T H D"]
+    kv_pages: Shaped[Array, "F page_size K D"]
+    arrivals: Int32[Array, "T K"] | None
+
+
 def rope_and_write_kv(
     kv_pages: Shaped[Array, "F page_size K D"],
     qkv: Float[Array, "T heads D"],
@@ -78,7 +89,7 @@ def rope_and_write_kv(
     late_norm: LateNorm | None = None,
     backend: Backend | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "T H D"], Shaped[Array, "F page_size K D"]]:
+) -> Rotated:
     """Rotate queries and keys, and write keys and values into their pages, reading a token's row once.
 
     The pairs of a rotation are (i, i + D/2), the order of Hugging Face checkpoints.
@@ -96,9 +107,6 @@ def rope_and_write_kv(
         late_norm: of the product that ``qkv`` is; before the norm of the heads.
         backend: None chooses by platform.
         interpret: run the triton kernel in Pallas's interpreter, on any platform.
-
-    Returns:
-        The rotated queries, and the pages.
 
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
@@ -125,7 +133,7 @@ def rope_and_write_kv(
             require_array(scale, name, (head_dim,), dtypes=("float32",))
     _require_late_norm(late_norm, num_tokens, qkv.shape[1] * head_dim)
     if backend in ("triton", "mosaic"):
-        return triton.rope_and_write_kv(
+        rotated = triton.rope_and_write_kv(
             kv_pages,
             qkv,
             cos,
@@ -138,6 +146,7 @@ def rope_and_write_kv(
             num_layers=num_layers,
             interpret=interpret,
         )
+        return Rotated(*rotated)
     rows = _finished(qkv.reshape(num_tokens, -1), late_norm).reshape(qkv.shape)
     q, k, v = jnp.split(rows, [num_heads, num_heads + num_kv_heads], 1)
     if head_norm is not None:
@@ -147,7 +156,7 @@ def rope_and_write_kv(
         )
     k, v = _rotate(k, cos, sin).astype(qkv.dtype), v.astype(qkv.dtype)
     kv_pages = write_kv(kv_pages, k, v, pages, offsets, layer=layer, num_layers=num_layers, backend=backend)
-    return _rotate(q, cos, sin).astype(qkv.dtype), kv_pages
+    return Rotated(_rotate(q, cos, sin).astype(qkv.dtype), kv_pages, None)
 
 
 def _rotate(

@@ -41,9 +41,14 @@ class Places(NamedTuple):
 
 @runtime_checkable
 class AttendPages(Protocol):
-    """Attention of one layer to what lies in the pages, this step's keys and values included."""
+    """Attention of one layer to what lies in the pages, this step's keys and values included.
 
-    def __call__(self, layer: int, kv: Array, q: Float[Array, "T H D"]) -> Float[Array, "T H D"]: ...
+    ``arrivals`` are zeros that its programs count in.
+    """
+
+    def __call__(
+        self, layer: int, kv: Array, q: Float[Array, "T H D"], arrivals: Int[Array, "T K"] | None
+    ) -> Float[Array, "T H D"]: ...
 
 
 def apply_layers(
@@ -80,6 +85,7 @@ def _layer(
     fast_norm: bool,
 ) -> tuple[Float[Array, "T E"], Pages]:
     interpret, eps = platform() == "cpu", spec.rms_norm_eps
+    cos, sin = angles
 
     def normed_product(x: Float[Array, "T E"], norm: str, linear: str) -> tuple[Float[Array, "T O"], LateNorm | None]:
         """The product of a norm's rows, and what is left to do to it."""
@@ -91,10 +97,11 @@ def _layer(
 
     qkv, late_norm = normed_product(x, "input_norm", "qkv")
     head_norm = HeadNorm(layer["q_norm"]["scale"], layer["k_norm"]["scale"], eps) if spec.qk_norm else None
-    q, kv = rope_and_write_kv(
+    q, kv, arrivals = rope_and_write_kv(
         kv,
         qkv.reshape(x.shape[0], -1, spec.head_dim),
-        *angles,
+        cos,
+        sin,
         places.pages,
         places.offsets,
         layer=index,
@@ -104,7 +111,7 @@ def _layer(
         backend="triton",
         interpret=interpret,
     )
-    x = x + _linear(layer["o"], attend(index, kv, q).reshape(x.shape[0], spec.q_size))
+    x = x + _linear(layer["o"], attend(index, kv, q, arrivals).reshape(x.shape[0], spec.q_size))
     gate_up, late_norm = normed_product(x, "post_norm", "gate_up")
     return x + _linear(layer["down"], silu_mul(gate_up, late_norm=late_norm, backend="triton", interpret=interpret)), kv
 

@@ -98,8 +98,10 @@ class StepProgram:
 
         if self.backend == "triton" and not self.deterministic:
 
-            def attend_pages(layer: int, kv: Array, q: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
-                return kinds[kind_of_layer[layer]](q, kv, layer=layer)
+            def attend_pages(
+                layer: int, kv: Array, q: Float[Array, "T H D"], arrivals: Int[Array, "T K"] | None
+            ) -> Float[Array, "T H D"]:
+                return kinds[kind_of_layer[layer]](q, kv, layer=layer, arrivals=arrivals)
 
             places = fused_models.Places(batch.positions, pages, offsets)
             hidden, flat = fused_models.apply_layers(

@@ -110,14 +110,15 @@ def rope_and_write_kv(
     layer: int | Int32[Array, ""],
     num_layers: int,
     interpret: bool,
-) -> tuple[Float[Array, "T H D"], Shaped[Array, "F page_size K D"]]:
-    """A program for each token and run of heads, whether queries, keys or values."""
+) -> tuple[Float[Array, "T H D"], Shaped[Array, "F page_size K D"], Int32[Array, "T K"]]:
+    """A program for each token and run of heads, whether queries, keys or values; the first of a token clears what
+    attention counts in, since a kernel of its own for that would take as long as this one."""
     num_tokens, all_heads, head_dim = qkv.shape
     num_heads = all_heads - 2 * kv_pages.shape[2]
     late, eps = _late(late_norm)
     token = Token(pages, offsets, jnp.full((1,), layer, jnp.int32), cos, sin)
     scales = None if head_norm is None else (head_norm.q_scale, head_norm.k_scale)
-    kv_pages, q = pl.pallas_call(
+    kv_pages, q, arrivals = pl.pallas_call(
         functools.partial(
             _rope_and_write_kv,
             num_heads=num_heads,
@@ -129,13 +130,14 @@ def rope_and_write_kv(
         out_shape=(
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
             jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), qkv.dtype),
+            jax.ShapeDtypeStruct((num_tokens, kv_pages.shape[2]), jnp.int32),
         ),
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="rope_and_write_kv",
     )(kv_pages, qkv, token, scales, late)
-    return q, kv_pages
+    return q, kv_pages, arrivals
 
 
 class Token(NamedTuple):
@@ -156,6 +158,7 @@ def _rope_and_write_kv(
     late: Late | None,
     kv_ref: Any,
     q_ref: Any,
+    arrivals_ref: Any,
     *,
     num_heads: int,
     num_layers: int,
@@ -206,6 +209,11 @@ def _rope_and_write_kv(
     for kind in (0, 1):
         begin = num_heads + kind * num_kv_heads
         store(kv_ref, (keys_page + kind, tokens.offset[token]), begin, begin + num_kv_heads)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _clear() -> None:
+        kv_head = jnp.arange(pl.next_power_of_2(num_kv_heads))
+        plgpu.store(arrivals_ref.at[token, kv_head], jnp.zeros_like(kv_head), mask=kv_head < num_kv_heads)
 
 
 def _halves(ref: Any, half: int) -> list[Any]:

@@ -33,6 +33,7 @@ def ragged_paged_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None,
+    arrivals: Int32[Array, "T K"] | None,
     interpret: bool,
 ) -> Float[Array, "T H D"]:
     """:func:`pallas_kernels.ragged_paged_attention`, arguments already checked.
@@ -50,7 +51,9 @@ def ragged_paged_attention(
     }
     if work.tiles is not None:
         q = attend_chunks(q, kv_pages, work, work.tiles, **options)
-    return q if work.splits is None else attend_single_tokens(q, kv_pages, work, work.splits, **options)
+    if work.splits is None:
+        return q
+    return attend_single_tokens(q, kv_pages, work, work.splits, arrivals=arrivals, **options)
 
 
 def attend_chunks(
@@ -82,6 +85,7 @@ def attend_single_tokens(
     work: TritonWork,
     splits: DecodeSplits,
     *,
+    arrivals: Int32[Array, "T K"] | None = None,
     sinks: Float[Array, " H"] | None,
     interpret: bool,
     **options: Any,
@@ -89,7 +93,11 @@ def attend_single_tokens(
     """q with the rows of decodes replaced by their attention."""
     kv, shape = _prepare(q, kv_pages, work, work.decode_tile, interpret=interpret, **options)
     num_kv_heads = values_of(kv_pages).shape[2]
-    return attend_decodes(q, kv, splits, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret)
+    if arrivals is None:
+        arrivals = jnp.zeros((q.shape[0], num_kv_heads), jnp.int32)
+    return attend_decodes(
+        q, kv, splits, arrivals, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret
+    )
 
 
 def _prepare(

@@ -83,7 +83,7 @@ def rope_arguments(heads: tuple[int, int], head_dim: int, dtype: str):
 def test_rope_and_write_kv(backend, heads, head_dim, dtype):
     """Queries come back rotated, rotated keys and plain values lie in their pages, and nothing else changes."""
     arguments = rope_arguments(heads, head_dim, dtype)
-    q, pool = rope_write(*arguments, layer=1, num_layers=3, backend=backend, interpret=True)
+    q, pool, _ = rope_write(*arguments, layer=1, num_layers=3, backend=backend, interpret=True)
     want_q, want_pool = reference.rope_and_write_kv(*arguments, layer=1, num_layers=3)
     assert relative_error(np.asarray(q), want_q) < TOLERANCE[dtype]
     past_trash = np.asarray(pool)[6:].astype(np.float64)
@@ -106,17 +106,19 @@ def test_norms_on_the_way_into_the_pages(backend, heads, head_dim, head, late, b
         "late_norm": LateNorm(5 * rows(6, 24), 1e-5, rows(size * head_dim) if biased else None) if late else None,
     }
     options = {"layer": 1, "num_layers": 3, "backend": backend, "interpret": True} | norms
-    q, pool = jax.jit(functools.partial(rope_and_write_kv, **options))(*arguments)
+    q, pool, arrivals = jax.jit(functools.partial(rope_and_write_kv, **options))(*arguments)
     want_q, want_pool = reference.rope_and_write_kv(*arguments, layer=1, num_layers=3, **norms)
     assert relative_error(np.asarray(q), want_q) < 1e-6
     assert relative_error(np.asarray(pool)[6:], want_pool[6:]) < 1e-6
+    assert (arrivals is None) == (backend == "xla")
+    assert arrivals is None or (not np.asarray(arrivals).any() and arrivals.shape == (6, heads[1]))
 
 
 def test_pages_of_bits_take_rotated_keys():
     arguments = list(rope_arguments((9, 3), 64, "bfloat16"))
-    _, pool = rope_write(*arguments, layer=1, num_layers=3, backend="xla")
+    pool = rope_write(*arguments, layer=1, num_layers=3, backend="xla").kv_pages
     arguments[0] = arguments[0].view(np.uint16)
-    _, bits = rope_write(*arguments, layer=1, num_layers=3, backend="xla")
+    bits = rope_write(*arguments, layer=1, num_layers=3, backend="xla").kv_pages
     np.testing.assert_array_equal(np.asarray(bits).view(ml_dtypes.bfloat16), np.asarray(pool))
 
 

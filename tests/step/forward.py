@@ -36,7 +36,9 @@ def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend, fas
         hidden, kv = program._layers(params, kv, state, batch, batch.token_ids)
         return kv, state, head_logits(spec, program.backend, params, hidden, batch.query_starts[-1])
 
-    jit = functools.partial(jax.jit, donate_argnums=(1, 2), compiler_options=compiler_options(deterministic=False))
+    # Kernels in the interpreter are large programs that run once: they should be fast to compile.
+    options = {"xla_backend_optimization_level": 0} if backend == "triton" else compiler_options(deterministic=False)
+    jit = functools.partial(jax.jit, donate_argnums=(1, 2), compiler_options=options)
     return layout, jit(program.forward), jit(every_token)
 
 
