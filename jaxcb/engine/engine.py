@@ -39,7 +39,7 @@ from jaxcb.text import Tokenizer
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
 from jaxcb.weights.held import held_params
-from jaxcb.weights.quantize import quantize
+from jaxcb.weights.loader import prepared
 
 
 class Engine:
@@ -66,8 +66,7 @@ class Engine:
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
-        if config.quantization is not None:
-            params = quantize(params)
+        params = prepared(params, config)
         self._scheduler = scheduler_of(self.config, spec)
         self._runner = Runner(
             spec,
@@ -77,6 +76,7 @@ class Engine:
             backend_of(self.config),
             processed_logprobs=self.config.logprobs_mode == "processed",
             deterministic=self.config.deterministic,
+            fast_norm=self.config.fast_norm,
             processors=self.config.logits_processors,
         )
         self._step_log = None
@@ -365,9 +365,7 @@ class Engine:
         """
         if running not in ("keep", "restart"):
             raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
-        new = held_params(self.spec, params)
-        if self.config.quantization is not None:
-            new = quantize(new)
+        new = prepared(held_params(self.spec, params), self.config)
 
         def swap() -> None:
             self._runner.set_params(new)

@@ -141,6 +141,14 @@ def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend
             "(python -m jaxcb.native says why)",
             param="quantization",
         )
+    if config.fast_norm and (backend != "triton" or config.deterministic):
+        other = "deterministic" if backend == "triton" else f"backend {backend}"
+        raise ConfigError(f"fast_norm is for the kernels of backend triton, not for {other}", param="fast_norm")
+    if backend == "triton" and platform() == "cpu" and dtype != jnp.float32:
+        raise ConfigError(
+            f"backend triton runs in an interpreter on a CPU, for tests, and in float32 only, got {dtype}",
+            param="backend",
+        )
     return backend
 
 

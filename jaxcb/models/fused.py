@@ -123,14 +123,14 @@ def _linear(part: Mapping[str, Array], x: Float[Array, "T I"]) -> Float[Array, "
 
 def fold_norms(params: Params) -> Params:
     """Parameters for ``fast_norm``: the scales of a layer's two norms go into the weights after them, in float32, and
-    become 1."""
+    are gone. Layers that have none any more stay as they are."""
 
     def folded(layer: Mapping[str, Any]) -> dict[str, Any]:
         out = dict(layer)
         for norm, linear in (("input_norm", "qkv"), ("post_norm", "gate_up")):
-            scale, kernel = layer[norm]["scale"], layer[linear]["kernel"]
-            out[linear] = {**layer[linear], "kernel": (kernel.astype(jnp.float32) * scale).astype(kernel.dtype)}
-            out[norm] = {"scale": jnp.ones_like(scale)}
+            if norm in out:
+                scale, kernel = out.pop(norm)["scale"], layer[linear]["kernel"]
+                out[linear] = {**layer[linear], "kernel": (kernel.astype(jnp.float32) * scale).astype(kernel.dtype)}
         return out
 
     return {**params, "layers": {index: folded(layer) for index, layer in params["layers"].items()}}

@@ -66,3 +66,16 @@ def test_on_a_gpu_the_cache_takes_what_log_probabilities_leave(monkeypatch):
     assert pages(vocab_size=50_000, num_seqs=256) < pages(vocab_size=50_000, num_seqs=16) < 500_000
     with pytest.raises(ConfigError, match="holds no page"):
         pages(vocab_size=1_000_000, num_seqs=256)
+
+
+def test_fast_norm_is_refused_where_it_is_not_honoured():
+    with pytest.raises(ConfigError, match="fast_norm is for the kernels of backend triton, not for backend xla"):
+        resolve_config(EngineConfig(backend="xla", fast_norm=True), SPEC, jnp.dtype("float32"))
+    with pytest.raises(ConfigError, match="not for deterministic"):
+        resolve_config(EngineConfig(backend="triton", fast_norm=True, deterministic=True), SPEC, jnp.dtype("float32"))
+    assert resolve_config(EngineConfig(backend="triton", fast_norm=True), SPEC, jnp.dtype("float32")).fast_norm
+
+
+def test_in_the_interpreter_the_gpu_kernels_are_for_float32():
+    with pytest.raises(ConfigError, match="in an interpreter on a CPU, for tests, and in float32 only, got bfloat16"):
+        resolve_config(EngineConfig(backend="triton"), SPEC, jnp.dtype("bfloat16"))
