@@ -10,7 +10,7 @@ from bench.hlo import Traffic
 from jaxcb.models.spec import ModelSpec
 from jaxcb.step.buckets import Bucket
 from pallas_kernels.triton.targets import TARGETS
-from pallas_kernels.triton.work import LEAST_SPLIT, PROGRAMS_A_CORE
+from pallas_kernels.triton.work import LEAST_SPLIT, wanted_splits
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": {
@@ -130,11 +130,6 @@ def _activations(spec: ModelSpec, *, fast_norm: bool) -> tuple[int, int]:
     return written + norms, read + norms
 
 
-def two_layers_bytes(spec: ModelSpec, num_tokens: int) -> int:
-    """Bytes of all activations of two layers: what temporary memory may take."""
-    return 2 * ITEM * num_tokens * _activations(spec, fast_norm=False)[0]
-
-
 class Splits(NamedTuple):
     """How the decode kernel cuts a case's contexts."""
 
@@ -146,7 +141,7 @@ class Splits(NamedTuple):
 
 def splits_of(spec: ModelSpec, case: Case, target: str) -> Splits:
     """As :func:`pallas_kernels.triton.work.decode_splits` does it."""
-    wanted = -(-PROGRAMS_A_CORE * TARGETS[target].num_cores // spec.num_kv_heads)
+    wanted = wanted_splits(spec.num_kv_heads, TARGETS[target])
     length = max(-(-case.num_decodes * case.context // wanted), LEAST_SPLIT)
     a_row = -(-case.context // length)
     return Splits(wanted + case.bucket.num_seqs, case.num_decodes * a_row if a_row > 1 else 0)

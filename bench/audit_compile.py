@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Compiled
 
-from bench.audit_cases import Case, spec_of, traffic_of
+from bench.audit_cases import ITEM, Case, spec_of, traffic_of
 from bench.hlo import Traffic, parse
 from jaxcb.config import EngineConfig
+from jaxcb.engine.gpu_memory import Sizes, account, forward_bytes
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, shape_of
 from jaxcb.models import ModelSpec, param_shapes
 from jaxcb.models.fused import fold_norms
@@ -32,7 +33,7 @@ from jaxcb.step.controls import ControlLayout
 from jaxcb.step.program import StepProgram
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape, lower_forward
 from jaxcb.step.samplers import Samplers
-from pallas_kernels.deviceless import target_mesh
+from pallas_kernels.deviceless import memory_bytes, target_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,17 +51,20 @@ class Request:
 
 class Step:
     """The engine's programs for a described GPU: as :class:`jaxcb.step.runner.Runner` lowers them, on abstract
-    arguments."""
+    arguments, with pages that fill the GPU."""
 
     def __init__(self, request: Request, spec: ModelSpec, mesh: jax.sharding.Mesh):
         self.request, self.spec = request, spec
         self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         num_seqs, page_size = max(*request.rows, 256), EngineConfig.page_size
+        sizes = Sizes(spec, num_seqs, request.tokens, spec.max_position, page_size, ITEM)
+        allowed = int(EngineConfig.gpu_memory_utilization * memory_bytes(request.target))
+        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
         config = EngineConfig(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=request.tokens,
             decode_buckets=request.rows,
-            num_kv_pages=(num_seqs * request.context + spec.max_position) // page_size,
+            kv_cache_memory_bytes=account(allowed, weights, sizes).for_pages,
             fast_norm=request.fast_norm,
         )
         self.config = resolve_config(config, spec, jnp.dtype(jnp.bfloat16))
@@ -140,6 +144,7 @@ def main() -> None:
             found = {
                 "bucket": dataclasses.asdict(bucket),
                 "pool_bytes": step.pages.size * step.pages.dtype.itemsize,
+                "most_temp_bytes": forward_bytes(spec, bucket.num_tokens, bucket.num_seqs, ITEM),
                 "forward": facts(step.forward(bucket), step.traffic(case), dump),
                 "sampler": facts(step.sampler(bucket), [], dump),
             }

@@ -44,6 +44,31 @@ def rms_norm(
     return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
+def add_rms_norm(
+    x: Float[Array, "T E"],
+    y: Float[Array, "T E"],
+    scale: Float[Array, " E"],
+    *,
+    eps: float,
+    backend: Backend | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """``x + y``, and :func:`rms_norm` of it.
+
+    Raises:
+        ValueError: a shape, dtype or number can't be; the message names the argument.
+    """
+    backend = _backend(backend)
+    require_array(x, "x", (None, None), dtypes=PLAIN_DTYPES)
+    require_array(y, "y", x.shape, dtypes=(x.dtype.name,))
+    require_array(scale, "scale", x.shape[1:], dtypes=PLAIN_DTYPES)
+    require(eps >= 0, "eps", "at least 0", eps)
+    if backend in ("triton", "mosaic"):
+        return triton.add_rms_norm(x, y, scale, eps=eps, interpret=interpret)
+    total = x + y
+    return total, rms_norm(total, scale, eps=eps, backend=backend)
+
+
 def silu_mul(
     gate_up: Float[Array, "T 2F"],
     *,

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from jaxcb import validation
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
-from jaxcb.engine import prepare, scoring
+from jaxcb.engine import gpu_memory, prepare, scoring
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
 from jaxcb.engine.inbox import Arrival, Forks, Inbox
@@ -29,6 +29,7 @@ from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, QueueFullError, RequestError
 from jaxcb.grammar import GrammarCompiler
+from jaxcb.held_model import HeldModel
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
@@ -117,6 +118,8 @@ class Engine:
             ConfigError: the configuration can't work for it.
         """
         config = config or EngineConfig()
+        if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
+            gpu_memory.start_jax(config.gpu_memory_utilization)
         model = load(config, progress=progress)
         engine = cls(model.name, model.spec, model.params, model.tokenizer, config, model.sampling_defaults)
         engine.compile(progress=progress)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from jaxcb import native
 from jaxcb.config import Backend, EngineConfig
+from jaxcb.engine import gpu_memory
+from jaxcb.engine.gpu_memory import GPUMemory
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
 from jaxcb.scheduler import Scheduler, SchedulerLimits
 from jaxcb.scheduler.replay import RecordingScheduler
 from jaxcb.sizing import (
-    GPU_WORKSPACE_BYTES,
     BatchLimits,
     batch_limits,
     decode_sizes,
     fills_exactly,
-    logprobs_bytes,
     mixed_sizes,
     num_host_pages,
     scheduler_limits,
@@ -51,7 +50,11 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
     seqs, budget = batch_limits(config, max_model_len, on_cpu=on_cpu)
     page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * config.page_size
     most = seqs * -(-max_model_len // config.page_size)
-    pages = _num_pages(config, page_bytes, most, vocab_size=spec.vocab_size, num_seqs=seqs, on_cpu=on_cpu)
+    memory = None
+    if not on_cpu and config.num_kv_pages is None and config.kv_cache_memory_bytes is None:
+        sizes = gpu_memory.Sizes(spec, seqs, budget, max_model_len, config.page_size, jnp.dtype(dtype).itemsize)
+        memory = gpu_memory.measure(config.gpu_memory_utilization, sizes)
+    pages = _num_pages(config, page_bytes, most, memory)
     capacity = pages * config.page_size
     if capacity < max_model_len:
         if config.max_model_len is not None:
@@ -157,30 +160,33 @@ def backend_of(config: EngineConfig) -> Backend:
     return _set(config.backend)
 
 
-def _num_pages(
-    config: EngineConfig, page_bytes: int, most: int, *, vocab_size: int, num_seqs: int, on_cpu: bool
-) -> int:
-    """Pages by number, by bytes, or by what the machine has; ``most`` is what max_num_seqs full sequences need."""
+_LESS = (
+    "Raise --gpu-memory-utilization, lower --max-num-seqs, --max-num-batched-tokens or --max-model-len, or take a "
+    "smaller model"
+)
+"""What to do where a GPU has no room for a page."""
+
+
+def _num_pages(config: EngineConfig, page_bytes: int, most: int, memory: GPUMemory | None) -> int:
+    """Pages by number, by bytes, or by what the machine has; ``most`` is what max_num_seqs full sequences need.
+
+    ``memory``: of the GPU, if there is one and the pages are to fill it.
+    """
     if config.num_kv_pages is not None:
         return config.num_kv_pages
     if config.kv_cache_memory_bytes is not None:
         pages = config.kv_cache_memory_bytes // page_bytes
-    elif on_cpu:
+    elif memory is None:
         pages = min(most, max(CPU_KV_BYTES // page_bytes, 1))
     else:
-        free_bytes = _free_gpu_bytes(config.gpu_memory_utilization) - logprobs_bytes(vocab_size, num_seqs)
-        pages = min(most, free_bytes // page_bytes)
+        pages = min(most, memory.for_pages // page_bytes)
     if pages < 1:
+        reason = "" if memory is None else f": {memory}. {_LESS}"
         raise ConfigError(
-            f"the memory for the KV cache holds no page: {config.page_size} tokens take {page_bytes:,} bytes",
+            f"the memory for the KV cache holds no page of {config.page_size} tokens, {page_bytes:,} bytes{reason}",
             param="kv_cache_memory_bytes",
         )
     return pages
-
-
-def _free_gpu_bytes(utilization: float) -> int:
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - GPU_WORKSPACE_BYTES
 
 
 def _set(value: T | None) -> T:

@@ -23,7 +23,7 @@ from jaxcb.models.decoder import Params
 from jaxcb.models.product import rounded_product
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec
-from pallas_kernels import HeadNorm, LateNorm, rms_norm, rope_and_write_kv, silu_mul
+from pallas_kernels import HeadNorm, LateNorm, add_rms_norm, rms_norm, rope_and_write_kv, silu_mul
 from pallas_kernels.platform import platform
 
 Pages = Shaped[Array, "F page_size K D"]
@@ -68,52 +68,76 @@ def apply_layers(
     """
     angles = rope_tables(spec.rope, spec.head_dim, places.positions)
     x = jnp.take(params["embed"]["embedding"], token_ids, axis=0, mode="clip")
+    layer = _Layer(spec, places, angles, attend, fast_norm)
+    y = None
     for index in range(spec.num_layers):
-        x, kv = _layer(spec, params["layers"][index], index, x, kv, angles, places, attend, fast_norm)
-    return x, kv
+        x, y, kv = layer(params["layers"][index], index, x, y, kv)
+    return x if y is None else x + y, kv
 
 
-def _layer(
-    spec: ModelSpec,
-    layer: Mapping[str, Any],
-    index: int,
-    x: Float[Array, "T E"],
-    kv: Pages,
-    angles: tuple[Array, ...],
-    places: Places,
-    attend: AttendPages,
-    fast_norm: bool,
-) -> tuple[Float[Array, "T E"], Pages]:
-    interpret, eps = platform() == "cpu", spec.rms_norm_eps
-    cos, sin = angles
+class _Layer(NamedTuple):
+    """What all layers share.
 
-    def normed_product(x: Float[Array, "T E"], norm: str, linear: str) -> tuple[Float[Array, "T O"], LateNorm | None]:
-        """The product of a norm's rows, and what is left to do to it."""
-        part = layer[linear]
-        if fast_norm:
-            return rounded_product(x, part["kernel"]), LateNorm(x, eps, part.get("bias"))
-        normed = rms_norm(x, layer[norm]["scale"], eps=eps, backend="triton", interpret=interpret)
-        return _linear(part, normed), None
+    The stream is x + y, where y is what the last product adds. The library adds it as it stores, but not always for a
+    single row, whose product XLA writes itself where the weight is small: so there the next norm adds it, and y isn't
+    None.
+    """
 
-    qkv, late_norm = normed_product(x, "input_norm", "qkv")
-    head_norm = HeadNorm(layer["q_norm"]["scale"], layer["k_norm"]["scale"], eps) if spec.qk_norm else None
-    q, kv, arrivals = rope_and_write_kv(
-        kv,
-        qkv.reshape(x.shape[0], -1, spec.head_dim),
-        cos,
-        sin,
-        places.pages,
-        places.offsets,
-        layer=index,
-        num_layers=spec.num_layers,
-        head_norm=head_norm,
-        late_norm=late_norm,
-        backend="triton",
-        interpret=interpret,
-    )
-    x = x + _linear(layer["o"], attend(index, kv, q, arrivals).reshape(x.shape[0], spec.q_size))
-    gate_up, late_norm = normed_product(x, "post_norm", "gate_up")
-    return x + _linear(layer["down"], silu_mul(gate_up, late_norm=late_norm, backend="triton", interpret=interpret)), kv
+    spec: ModelSpec
+    places: Places
+    angles: tuple[Array, ...]
+    attend: AttendPages
+    fast_norm: bool
+
+    def __call__(
+        self, layer: Mapping[str, Any], index: int, x: Float[Array, "T E"], y: Float[Array, "T E"] | None, kv: Pages
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | None, Pages]:
+        spec, (cos, sin) = self.spec, self.angles
+        x, qkv, late_norm = self._normed_product(layer, "input_norm", "qkv", x, y)
+        q, kv, arrivals = rope_and_write_kv(
+            kv,
+            qkv.reshape(x.shape[0], -1, spec.head_dim),
+            cos,
+            sin,
+            self.places.pages,
+            self.places.offsets,
+            layer=index,
+            num_layers=spec.num_layers,
+            head_norm=self._head_norm(layer),
+            late_norm=late_norm,
+            **_kernels(),
+        )
+        attended = self.attend(index, kv, q, arrivals).reshape(x.shape[0], spec.q_size)
+        x, y = self._added(x, _linear(layer["o"], attended))
+        x, gate_up, late_norm = self._normed_product(layer, "post_norm", "gate_up", x, y)
+        return *self._added(x, _linear(layer["down"], silu_mul(gate_up, late_norm=late_norm, **_kernels()))), kv
+
+    def _added(
+        self, x: Float[Array, "T E"], y: Float[Array, "T E"]
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | None]:
+        return (x, y) if x.shape[0] == 1 and not self.fast_norm else (x + y, None)
+
+    def _normed_product(
+        self, layer: Mapping[str, Any], norm: str, linear: str, x: Float[Array, "T E"], y: Float[Array, "T E"] | None
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T O"], LateNorm | None]:
+        """The stream, the product of its norm, and what is left to do to that."""
+        part, eps = layer[linear], self.spec.rms_norm_eps
+        if self.fast_norm:
+            return x, rounded_product(x, part["kernel"]), LateNorm(x, eps, part.get("bias"))
+        scale = layer[norm]["scale"]
+        if y is None:
+            return x, _linear(part, rms_norm(x, scale, eps=eps, **_kernels())), None
+        x, normed = add_rms_norm(x, y, scale, eps=eps, **_kernels())
+        return x, _linear(part, normed), None
+
+    def _head_norm(self, layer: Mapping[str, Any]) -> HeadNorm | None:
+        if not self.spec.qk_norm:
+            return None
+        return HeadNorm(layer["q_norm"]["scale"], layer["k_norm"]["scale"], self.spec.rms_norm_eps)
+
+
+def _kernels() -> dict[str, Any]:
+    return {"backend": "triton", "interpret": platform() == "cpu"}
 
 
 def _linear(part: Mapping[str, Array], x: Float[Array, "T I"]) -> Float[Array, "T O"]:

@@ -274,13 +274,19 @@ def head_logits(
     return apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic))
 
 
-def compiler_options(*, deterministic: bool) -> dict[str, bool] | None:
+def compiler_options(*, deterministic: bool) -> dict[str, bool | str] | None:
     """For every program of a step. What XLA calls an option depends on its version: unknown ones are an error.
 
-    On a GPU XLA picks kernels by timing them, another one in each process perhaps: to be deterministic it must take the
-    first that works, and none that adds in the order of arrival. Products are the library's: their epilogues add the
-    residual stream and biases, and no weight is ever converted or copied (python -m bench.audit). And the likeliest
-    ids come from a radix select: a sort of 256 rows of 128,256 logits would read and write them 24 times.
+    On a GPU:
+
+    - XLA picks kernels by timing them, another one in each process perhaps: to be deterministic it must take the first
+      that works, and none that adds in the order of arrival.
+    - Products are the library's: their epilogues add the residual stream and biases, and no weight is ever converted
+      or copied (python -m bench.audit).
+    - The likeliest ids come from a radix select: a sort of 256 rows of 128,256 logits would read and write them 24
+      times.
+    - Nothing is computed twice to save memory: XLA counts the pages, which fill the GPU, once for each kernel that
+      writes into them, finds that there is too little memory, and repeats small kernels in every layer.
 
     On a CPU, jax before 0.11 can do without a stage of its compiler that takes nearly half of the time and makes
     nothing here faster.
@@ -288,10 +294,13 @@ def compiler_options(*, deterministic: bool) -> dict[str, bool] | None:
     old = jax.__version_info__ < (0, 11)
     match platform():
         case "gpu":
-            select = (
-                "xla_gpu_experimental_use_raft_select_k" if old else "xla_gpu_experimental_enable_raft_for_stable_topk"
-            )
-            return {"xla_gpu_enable_triton_gemm": False, select: True, "xla_gpu_deterministic_ops": deterministic}
+            select = "use_raft_select_k" if old else "enable_raft_for_stable_topk"
+            return {
+                "xla_gpu_deterministic_ops": deterministic,
+                "xla_gpu_enable_triton_gemm": False,
+                f"xla_gpu_experimental_{select}": True,
+                "xla_disable_hlo_passes": "rematerialization",
+            }
         case "cpu" if old:
             return {"xla_cpu_use_fusion_emitters": False}
     return None

@@ -26,17 +26,50 @@ def rms_norm(x: Float[Array, "T E"], scale: Float[Array, " E"], *, eps: float, i
         functools.partial(_rms_norm, eps=eps),
         grid=(x.shape[0],),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=8 if x.shape[1] > 2048 else 4, num_stages=1),
+        compiler_params=_norm_params(x.shape[1]),
         interpret=interpret,
         name="rms_norm",
     )(x, scale)
 
 
+def add_rms_norm(
+    x: Float[Array, "T E"], y: Float[Array, "T E"], scale: Float[Array, " E"], *, eps: float, interpret: bool
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """A program a row."""
+    total, normed = pl.pallas_call(
+        functools.partial(_add_rms_norm, eps=eps),
+        grid=(x.shape[0],),
+        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)),
+        compiler_params=_norm_params(x.shape[1]),
+        interpret=interpret,
+        name="add_rms_norm",
+    )(x, y, scale)
+    return total, normed
+
+
+def _norm_params(size: int) -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(num_warps=8 if size > 2048 else 4, num_stages=1)
+
+
 def _rms_norm(x_ref: Any, scale_ref: Any, out_ref: Any, *, eps: float) -> None:
     row, size = pl.program_id(0), x_ref.shape[1]
     column = jnp.arange(pl.next_power_of_2(size))
+    x = plgpu.load(x_ref.at[row, column], mask=column < size, other=0.0).astype(jnp.float32)
+    _store_normed(x, scale_ref, out_ref, row, column, size, eps)
+
+
+def _add_rms_norm(x_ref: Any, y_ref: Any, scale_ref: Any, total_ref: Any, out_ref: Any, *, eps: float) -> None:
+    row, size = pl.program_id(0), x_ref.shape[1]
+    column = jnp.arange(pl.next_power_of_2(size))
     real = column < size
-    x = plgpu.load(x_ref.at[row, column], mask=real, other=0.0).astype(jnp.float32)
+    x, y = (plgpu.load(ref.at[row, column], mask=real, other=0.0).astype(jnp.float32) for ref in (x_ref, y_ref))
+    total = (x + y).astype(total_ref.dtype)
+    plgpu.store(total_ref.at[row, column], total, mask=real)
+    _store_normed(total.astype(jnp.float32), scale_ref, out_ref, row, column, size, eps)
+
+
+def _store_normed(x: Any, scale_ref: Any, out_ref: Any, row: Any, column: Any, size: int, eps: float) -> None:
+    real = column < size
     scale = plgpu.load(scale_ref.at[column], mask=real, other=0.0).astype(jnp.float32)
     out = x * lax.rsqrt(jnp.sum(x * x) / size + eps) * scale
     plgpu.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=real)

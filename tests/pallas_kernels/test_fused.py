@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import HeadNorm, LateNorm, reference, rms_norm, rope_and_write_kv, silu_mul
+from pallas_kernels import HeadNorm, LateNorm, add_rms_norm, reference, rms_norm, rope_and_write_kv, silu_mul
 from tests.pallas_kernels.batches import relative_error
 
 BACKENDS = ["xla", "triton"]
@@ -31,6 +31,16 @@ def test_rms_norm(backend, dtype, size):
     got = np.asarray(rms_norm(x, scale, eps=1e-5, backend=backend, interpret=True))
     assert got.dtype == x.dtype
     assert relative_error(got, reference.rms_norm(x, scale, eps=1e-5)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_add_rms_norm(backend):
+    x, y, scale = rows(3, 72), rows(3, 72), rows(72)
+    total, normed = add_rms_norm(x, y, scale, eps=1e-5, backend=backend, interpret=True)
+    assert relative_error(np.asarray(total), x + y) < 1e-6
+    assert relative_error(np.asarray(normed), reference.rms_norm(x + y, scale, eps=1e-5)) < 1e-6
+    with pytest.raises(ValueError, match=r"y must be of shape \[3, 72\], got shape \[3, 7\]"):
+        add_rms_norm(x, rows(3, 7), scale, eps=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
