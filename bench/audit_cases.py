@@ -162,8 +162,12 @@ def traffic_of(spec: ModelSpec, case: Case, target: str, num_pages: int, page_si
     entries, row = splits.entries, 4 * H
     decodes, prefills = "decode_attention", "ragged_paged_attention"
     q_row = ITEM * H * D
+    heads, in_decodes = (T, H + 2 * spec.num_kv_heads, D), case.bucket.decode_only
     return [
         Traffic("rope_and_write_kv", pool, 0, T * position),
+        # In a step of decodes attention takes the queries where the product has left them.
+        Traffic("rope_and_write_kv", heads, T * (position + (0 if in_decodes else q_row)), 0),
+        Traffic(decodes, heads, T * q_row, 0),
         Traffic(decodes, pool, decoded * position, 0),
         Traffic(decodes, (S, width), 4 * case.num_decodes * -(-case.context // page_size), 0),
         Traffic(decodes, (T, H, D), case.num_decodes * q_row, case.num_decodes * q_row),

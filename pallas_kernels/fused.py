@@ -92,10 +92,10 @@ def silu_mul(
 
 
 class Rotated(NamedTuple):
-    """What :func:`rope_and_write_kv` leaves for attention: rotated queries, the pages, and zeros to count in (None
-    where the backend needs none)."""
+    """What :func:`rope_and_write_kv` leaves for attention: rotated queries if they were asked for, the pages, and zeros
+    to count in (None where the backend needs none)."""
 
-    q: Float[Array, "T H D"]
+    q: Float[Array, "T H D"] | None
     kv_pages: Shaped[Array, "F page_size K D"]
     arrivals: Int32[Array, "T K"] | None
 
@@ -112,6 +112,7 @@ def rope_and_write_kv(
     num_layers: int,
     head_norm: HeadNorm | None = None,
     late_norm: LateNorm | None = None,
+    queries: bool = True,
     backend: Backend | None = None,
     interpret: bool = False,
 ) -> Rotated:
@@ -130,6 +131,7 @@ def rope_and_write_kv(
         num_layers: L.
         head_norm: a norm of the heads of queries and keys, before the rotation.
         late_norm: of the product that ``qkv`` is; before the norm of the heads.
+        queries: False leaves the queries out, for attention that takes :class:`RawQueries`.
         backend: None chooses by platform.
         interpret: run the triton kernel in Pallas's interpreter, on any platform.
 
@@ -169,6 +171,7 @@ def rope_and_write_kv(
             late_norm,
             layer=layer,
             num_layers=num_layers,
+            queries=queries,
             interpret=interpret,
         )
         return Rotated(*rotated)
@@ -181,7 +184,7 @@ def rope_and_write_kv(
         )
     k, v = _rotate(k, cos, sin).astype(qkv.dtype), v.astype(qkv.dtype)
     kv_pages = write_kv(kv_pages, k, v, pages, offsets, layer=layer, num_layers=num_layers, backend=backend)
-    return Rotated(_rotate(q, cos, sin).astype(qkv.dtype), kv_pages, None)
+    return Rotated(_rotate(q, cos, sin).astype(qkv.dtype) if queries else None, kv_pages, None)
 
 
 def _rotate(

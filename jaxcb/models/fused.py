@@ -23,7 +23,7 @@ from jaxcb.models.decoder import Params
 from jaxcb.models.product import rounded_product
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec
-from pallas_kernels import HeadNorm, LateNorm, add_rms_norm, rms_norm, rope_and_write_kv, silu_mul
+from pallas_kernels import HeadNorm, LateNorm, RawQueries, add_rms_norm, rms_norm, rope_and_write_kv, silu_mul
 from pallas_kernels.platform import platform
 
 Pages = Shaped[Array, "F page_size K D"]
@@ -43,11 +43,11 @@ class Places(NamedTuple):
 class AttendPages(Protocol):
     """Attention of one layer to what lies in the pages, this step's keys and values included.
 
-    ``arrivals`` are zeros that its programs count in.
+    ``q`` is raw in a step of decodes alone; ``arrivals`` are zeros that its programs count in.
     """
 
     def __call__(
-        self, layer: int, kv: Array, q: Float[Array, "T H D"], arrivals: Int[Array, "T K"] | None
+        self, layer: int, kv: Array, q: Float[Array, "T H D"] | RawQueries, arrivals: Int[Array, "T K"] | None
     ) -> Float[Array, "T H D"]: ...
 
 
@@ -59,16 +59,18 @@ def apply_layers(
     kv: Pages,
     attend: AttendPages,
     *,
+    decode_only: bool,
     fast_norm: bool,
 ) -> tuple[Float[Array, "T E"], Pages]:
     """As :func:`jaxcb.models.decoder.apply_layers`: the residual stream after the last layer, and the pages.
 
     Arguments:
+        decode_only: every token is a decode: attention rotates its query itself.
         fast_norm: ``params`` went through :func:`fold_norms`.
     """
     angles = rope_tables(spec.rope, spec.head_dim, places.positions)
     x = jnp.take(params["embed"]["embedding"], token_ids, axis=0, mode="clip")
-    layer = _Layer(spec, places, angles, attend, fast_norm)
+    layer = _Layer(spec, places, angles, attend, decode_only, fast_norm)
     y = None
     for index in range(spec.num_layers):
         x, y, kv = layer(params["layers"][index], index, x, y, kv)
@@ -87,6 +89,7 @@ class _Layer(NamedTuple):
     places: Places
     angles: tuple[Array, ...]
     attend: AttendPages
+    decode_only: bool
     fast_norm: bool
 
     def __call__(
@@ -94,19 +97,22 @@ class _Layer(NamedTuple):
     ) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | None, Pages]:
         spec, (cos, sin) = self.spec, self.angles
         x, qkv, late_norm = self._normed_product(layer, "input_norm", "qkv", x, y)
-        q, kv, arrivals = rope_and_write_kv(
+        heads, head_norm = qkv.reshape(x.shape[0], -1, spec.head_dim), self._head_norm(layer)
+        rotated, kv, arrivals = rope_and_write_kv(
             kv,
-            qkv.reshape(x.shape[0], -1, spec.head_dim),
+            heads,
             cos,
             sin,
             self.places.pages,
             self.places.offsets,
             layer=index,
             num_layers=spec.num_layers,
-            head_norm=self._head_norm(layer),
+            head_norm=head_norm,
             late_norm=late_norm,
+            queries=not self.decode_only,
             **_kernels(),
         )
+        q = RawQueries(heads, spec.num_heads, cos, sin, head_norm, late_norm) if rotated is None else rotated
         attended = self.attend(index, kv, q, arrivals).reshape(x.shape[0], spec.q_size)
         x, y = self._added(x, _linear(layer["o"], attended))
         x, gate_up, late_norm = self._normed_product(layer, "post_norm", "gate_up", x, y)

@@ -25,7 +25,7 @@ from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
 from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
 from jaxcb.step.controls import rows_of
 from jaxcb.step.processors import ProcessorRows, apply, update
-from pallas_kernels import attention_metadata, native, ragged_paged_attention, write_kv
+from pallas_kernels import RawQueries, attention_metadata, native, ragged_paged_attention, write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend
 from pallas_kernels.platform import platform
 
@@ -99,13 +99,20 @@ class StepProgram:
         if self.backend == "triton" and not self.deterministic:
 
             def attend_pages(
-                layer: int, kv: Array, q: Float[Array, "T H D"], arrivals: Int[Array, "T K"] | None
+                layer: int, kv: Array, q: Float[Array, "T H D"] | RawQueries, arrivals: Int[Array, "T K"] | None
             ) -> Float[Array, "T H D"]:
                 return kinds[kind_of_layer[layer]](q, kv, layer=layer, arrivals=arrivals)
 
             places = fused_models.Places(batch.positions, pages, offsets)
             hidden, flat = fused_models.apply_layers(
-                spec, params, token_ids, places, flat, attend_pages, fast_norm=self.fast_norm
+                spec,
+                params,
+                token_ids,
+                places,
+                flat,
+                attend_pages,
+                decode_only=self.layout.bucket.decode_only,
+                fast_norm=self.fast_norm,
             )
             return hidden, flat.reshape(kv.shape)
 

@@ -18,7 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.norms import RawQueries
 from pallas_kernels.triton.attend import MASKED, Geometry, KVRefs, attend, finish, start
+from pallas_kernels.triton.queries import Eps, load_queries, split
 from pallas_kernels.triton.tiles import TileShape
 from pallas_kernels.triton.work import DecodeSplits
 
@@ -27,7 +29,7 @@ MERGED_AT_ONCE = 4096
 
 
 def attend_decodes(
-    q: Float[Array, "T H D"],
+    q: Float[Array, "T H D"] | RawQueries,
     kv: KVRefs,
     splits: DecodeSplits,
     arrivals: Int32[Array, "T K"],
@@ -38,26 +40,27 @@ def attend_decodes(
     sinks: Float[Array, " H"] | None,
     interpret: bool,
 ) -> Float[Array, "T H D"]:
-    """q with the rows of decodes replaced by their attention. ``arrivals`` are zeros."""
+    """q with the rows of decodes replaced by their attention. Raw queries are all decodes. ``arrivals`` are zeros."""
+    queries, eps = split(q)
     num_heads, num_splits = q.shape[1], splits.sequence.shape[0]
     # Only the splits of rows that have several are ever written and read.
     partials = jax.ShapeDtypeStruct((num_splits, num_heads, shape.head_dim), jnp.float32)
-    out, _, _, _ = pl.pallas_call(
-        functools.partial(_kernel, shape=shape, interpret=interpret),
+    _, out, _, _ = pl.pallas_call(
+        functools.partial(_kernel, shape=shape, eps=eps, interpret=interpret),
         grid=(num_splits, num_kv_heads),
         out_shape=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
             partials,
             jax.ShapeDtypeStruct((num_splits, num_heads), jnp.float32),
         ),
         # A row that is one split is read before it is written. Of others every split reads q, and the last one writes
         # when all have read it. Rows that aren't decodes are not written.
-        input_output_aliases={0: 0, 1: 1},
+        input_output_aliases={0: 0} if isinstance(q, RawQueries) else {0: 0, 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         name=f"decode_attention_d{shape.head_dim}",
-    )(q, arrivals, kv, splits, sinks)
+    )(arrivals, queries, kv, splits, sinks)
     return out
 
 
@@ -70,17 +73,18 @@ def _heads(kv_head: Any, group: int, rows: int, num_heads: int) -> tuple[Any, An
 
 
 def _kernel(
-    q_ref: Any,
     _: Any,
+    queries: Any,
     kv: KVRefs,
     splits: Any,
     sinks_ref: Any | None,
-    out_ref: Any,
     arrivals_ref: Any,
+    out_ref: Any,
     partial_ref: Any,
     log_weight_ref: Any,
     *,
     shape: Geometry,
+    eps: Eps,
     interpret: bool,
 ) -> None:
     """One split of one row and one KV head, and the merge of all of them if it is the last to end."""
@@ -90,10 +94,10 @@ def _kernel(
     @pl.when(sequence < splits.counts.shape[0])
     def _attend() -> None:
         token, context, split = splits.tokens[sequence], splits.contexts[sequence], splits.split[entry]
-        head, is_head = _heads(kv_head, shape.group, shape.rows, q_ref.shape[1])
+        head, is_head = _heads(kv_head, shape.group, shape.rows, out_ref.shape[1])
         feature = jnp.arange(shape.width)
         mask = is_head[:, None] & (feature < shape.head_dim)[None, :]
-        q = plgpu.load(q_ref.at[token, head[:, None], feature[None, :]], mask=mask, other=0.0).astype(shape.dtype)
+        q = load_queries(queries, eps, token, head, feature, shape.head_dim, is_head).astype(shape.dtype)
         sink = None
         if sinks_ref is not None:  # it counts once, in the first split
             sink = plgpu.load(sinks_ref.at[head], mask=is_head & (split == 0), other=MASKED)

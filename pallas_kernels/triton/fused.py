@@ -78,7 +78,7 @@ def _store_normed(x: Any, scale_ref: Any, out_ref: Any, row: Any, column: Any, s
 def silu_mul(gate_up: Float[Array, "T 2F"], late_norm: LateNorm | None, *, interpret: bool) -> Float[Array, "T F"]:
     """A program for each row and run of columns."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    late, eps = _late(late_norm)
+    late, eps = late_refs(late_norm)
     return pl.pallas_call(
         functools.partial(_silu_mul, eps=eps),
         grid=(num_tokens, pl.cdiv(size, COLUMNS)),
@@ -97,9 +97,9 @@ def _silu_mul(gate_up_ref: Any, late: Late | None, out_ref: Any, *, eps: float) 
         plgpu.load(gate_up_ref.at[row, begin + column], mask=real, other=0.0).astype(jnp.float32) for begin in (0, size)
     )
     if late is not None:
-        factor = _one_over_rms(late.x, row, eps)
+        factor = one_over_rms(late.x, row, eps)
         gate, up = (
-            _finished(values, factor, late.bias, begin + column, real) for values, begin in ((gate, 0), (up, size))
+            finished(values, factor, late.bias, begin + column, real) for values, begin in ((gate, 0), (up, size))
         )
     out = gate / (1 + jnp.exp(-gate)) * up
     plgpu.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=real)
@@ -112,18 +112,18 @@ class Late(NamedTuple):
     bias: Any | None
 
 
-def _late(late_norm: LateNorm | None) -> tuple[Late | None, float]:
+def late_refs(late_norm: LateNorm | None) -> tuple[Late | None, float]:
     return (None, 0.0) if late_norm is None else (Late(late_norm.x, late_norm.bias), late_norm.eps)
 
 
-def _one_over_rms(x_ref: Any, row: Any, eps: float) -> Any:
+def one_over_rms(x_ref: Any, row: Any, eps: float) -> Any:
     size = x_ref.shape[1]
     column = jnp.arange(pl.next_power_of_2(size))
     x = plgpu.load(x_ref.at[row, column], mask=column < size, other=0.0).astype(jnp.float32)
     return lax.rsqrt(jnp.sum(x * x) / size + eps)
 
 
-def _finished(values: Any, factor: Any, bias_ref: Any | None, column: Any, real: Any) -> Any:
+def finished(values: Any, factor: Any, bias_ref: Any | None, column: Any, real: Any) -> Any:
     values = values * factor
     if bias_ref is None:
         return values
@@ -142,16 +142,17 @@ def rope_and_write_kv(
     *,
     layer: int | Int32[Array, ""],
     num_layers: int,
+    queries: bool,
     interpret: bool,
-) -> tuple[Float[Array, "T H D"], Shaped[Array, "F page_size K D"], Int32[Array, "T K"]]:
+) -> tuple[Float[Array, "T H D"] | None, Shaped[Array, "F page_size K D"], Int32[Array, "T K"]]:
     """A program for each token and run of heads, whether queries, keys or values; the first of a token clears what
     attention counts in, since a kernel of its own for that would take as long as this one."""
     num_tokens, all_heads, head_dim = qkv.shape
     num_heads = all_heads - 2 * kv_pages.shape[2]
-    late, eps = _late(late_norm)
+    late, eps = late_refs(late_norm)
     token = Token(pages, offsets, jnp.full((1,), layer, jnp.int32), cos, sin)
     scales = None if head_norm is None else (head_norm.q_scale, head_norm.k_scale)
-    kv_pages, q, arrivals = pl.pallas_call(
+    kv_pages, arrivals, *q = pl.pallas_call(
         functools.partial(
             _rope_and_write_kv,
             num_heads=num_heads,
@@ -159,18 +160,18 @@ def rope_and_write_kv(
             head_eps=0.0 if head_norm is None else head_norm.eps,
             late_eps=eps,
         ),
-        grid=(num_tokens, pl.cdiv(all_heads, HEADS)),
+        grid=(num_tokens, pl.cdiv(all_heads - (0 if queries else num_heads), HEADS)),
         out_shape=(
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
-            jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), qkv.dtype),
             jax.ShapeDtypeStruct((num_tokens, kv_pages.shape[2]), jnp.int32),
+            *[jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), qkv.dtype)] * queries,
         ),
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="rope_and_write_kv",
     )(kv_pages, qkv, token, scales, late)
-    return q, kv_pages, arrivals
+    return q[0] if q else None, kv_pages, arrivals
 
 
 class Token(NamedTuple):
@@ -190,8 +191,8 @@ def _rope_and_write_kv(
     scales: tuple[Any, Any] | None,
     late: Late | None,
     kv_ref: Any,
-    q_ref: Any,
     arrivals_ref: Any,
+    q_ref: Any | None = None,
     *,
     num_heads: int,
     num_layers: int,
@@ -201,6 +202,7 @@ def _rope_and_write_kv(
     token = pl.program_id(0)
     num_kv_heads, head_dim = kv_ref.shape[2:]
     head = pl.program_id(1) * HEADS + jnp.arange(HEADS)
+    head += num_heads if q_ref is None else 0
     half = head_dim // 2
     feature = jnp.arange(pl.next_power_of_2(half))
     in_half = feature < half
@@ -211,9 +213,9 @@ def _rope_and_write_kv(
         for column in features
     )
     if late is not None:
-        factor = _one_over_rms(late.x, token, late_eps)
+        factor = one_over_rms(late.x, token, late_eps)
         a, b = (
-            _finished(values, factor, late.bias, head[:, None] * head_dim + column, real)
+            finished(values, factor, late.bias, head[:, None] * head_dim + column, real)
             for values, column in zip((a, b), features, strict=True)
         )
     is_value = (head >= num_heads + num_kv_heads)[:, None]
@@ -237,7 +239,8 @@ def _rope_and_write_kv(
         for column, values in zip(features, halves, strict=True):
             plgpu.store(ref.at[*place, row, column], values.astype(ref.dtype), mask=mine[:, None] & in_half[None, :])
 
-    store(q_ref, (token,), 0, num_heads)
+    if q_ref is not None:
+        store(q_ref, (token,), 0, num_heads)
     keys_page = tokens.page[token] * (2 * num_layers) + 2 * tokens.layer[0]
     for kind in (0, 1):
         begin = num_heads + kind * num_kv_heads

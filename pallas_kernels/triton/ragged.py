@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.norms import RawQueries
 from pallas_kernels.pages import KVPages, QuantizedPages, values_of
 from pallas_kernels.triton.attend import Geometry, KVRefs, attend, finish, geometry, start
 from pallas_kernels.triton.decode import attend_decodes
@@ -80,7 +81,7 @@ def attend_chunks(
 
 
 def attend_single_tokens(
-    q: Float[Array, "T H D"],
+    q: Float[Array, "T H D"] | RawQueries,
     kv_pages: KVPages,
     work: TritonWork,
     splits: DecodeSplits,
@@ -101,7 +102,7 @@ def attend_single_tokens(
 
 
 def _prepare(
-    q: Float[Array, "T H D"],
+    q: Float[Array, "T H D"] | RawQueries,
     kv_pages: KVPages,
     work: TritonWork,
     tile: TileShape,

@@ -110,6 +110,10 @@ def test_a_decode_moves_its_contexts_and_a_prompt_itself():
     assert moved["decode_attention", pool].read == 128 * 1024 * 4096
     assert moved["ragged_paged_attention", pool].read == 1920 * 4096
     assert moved["rope_and_write_kv", pool].written == 2048 * 4096
+    assert moved["rope_and_write_kv", (2048, 48, 128)].read == 2048 * 48 * 256
+    decodes = {(entry.kernel, entry.dims): entry for entry in traffic_of(SPEC, DECODE, "h200", 1000, 16, 64)}
+    assert decodes["rope_and_write_kv", (32, 48, 128)].read == 32 * 16 * 256, "keys and values"
+    assert decodes["decode_attention", (32, 48, 128)].read == 32 * 32 * 256, "queries"
 
 
 @pytest.fixture(scope="module")

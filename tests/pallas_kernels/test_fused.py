@@ -10,7 +10,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import HeadNorm, LateNorm, add_rms_norm, reference, rms_norm, rope_and_write_kv, silu_mul
+from pallas_kernels import (
+    HeadNorm,
+    LateNorm,
+    RawQueries,
+    add_rms_norm,
+    attention_metadata,
+    ragged_paged_attention,
+    reference,
+    rms_norm,
+    rope_and_write_kv,
+    silu_mul,
+)
 from tests.pallas_kernels.batches import relative_error
 
 BACKENDS = ["xla", "triton"]
@@ -122,6 +133,51 @@ def test_norms_on_the_way_into_the_pages(backend, heads, head_dim, head, late, b
     assert relative_error(np.asarray(pool)[6:], want_pool[6:]) < 1e-6
     assert (arrivals is None) == (backend == "xla")
     assert arrivals is None or (not np.asarray(arrivals).any() and arrivals.shape == (6, heads[1]))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_decodes_attend_with_queries_that_they_finish_themselves(late):
+    """As with those that were rotated before; the longest context is split, one row is padding."""
+    num_heads, num_kv_heads, head_dim = 6, 2, 24
+    pool, qkv, cos, sin, _, _ = rope_arguments((num_heads, num_kv_heads), head_dim, "float32")
+    qkv, cos, sin = qkv[:4], cos[:4], sin[:4]
+    contexts = np.array([40, 600, 700, 0], np.int32)
+    tables = np.zeros((4, 44), np.int32)
+    for row, context in enumerate(contexts):
+        tables[row, : -(-context // 16)] = RNG.integers(1, 14, -(-context // 16))
+    size = num_heads + 2 * num_kv_heads
+    norms = {
+        "head_norm": HeadNorm(rows(head_dim), rows(head_dim), 1e-6) if late else None,
+        "late_norm": LateNorm(5 * rows(4, 24), 1e-5, rows(size * head_dim)) if late else None,
+    }
+
+    def attend(pool, qkv, raw: bool):
+        zero = jnp.zeros(4, jnp.int32)
+        options = {"layer": 1, "num_layers": 3, "backend": "triton", "interpret": True}
+        rotated = rope_and_write_kv(pool, qkv, cos, sin, zero, zero, queries=not raw, **norms, **options)
+        assert (rotated.q is None) == raw
+        metadata = attention_metadata(
+            jnp.arange(5, dtype=jnp.int32),
+            jnp.asarray(contexts),
+            jnp.asarray(tables),
+            num_tokens=4,
+            page_size=16,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            decode_only=True,
+            backend="triton",
+        )
+        q = RawQueries(qkv, num_heads, cos, sin, **norms) if raw else rotated.q
+        return ragged_paged_attention(q, rotated.kv_pages, metadata, arrivals=rotated.arrivals, **options)
+
+    fast_to_compile = {"xla_backend_optimization_level": 0}
+    finished, raw = (
+        jax.jit(functools.partial(attend, raw=raw), compiler_options=fast_to_compile)(pool, qkv)
+        for raw in (False, True)
+    )
+    assert np.abs(np.asarray(finished)[:3]).max() > 0.1 and not np.asarray(raw)[3].any()
+    assert relative_error(np.asarray(raw), np.asarray(finished, np.float64)) < 1e-5
 
 
 def test_pages_of_bits_take_rotated_keys():

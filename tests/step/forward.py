@@ -51,7 +51,8 @@ def teacher_forced(
     *,
     fast_norm: bool = False,
 ) -> np.ndarray:
-    """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve.
+    """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve; chunks
+    of one token go as decodes.
 
     What is compiled goes by the chunk and the next power of two of the length: sequences of like length share it.
     """
@@ -75,7 +76,7 @@ def _chunks(
     fast_norm: bool = False,
 ) -> Iterator[tuple[np.ndarray, int]]:
     width = 2 ** (len(token_ids) // PAGE_SIZE).bit_length()
-    layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width, backend, fast_norm)
+    layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, chunk == 1), width, backend, fast_norm)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
     kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))
     state = SlotState.at_rest(layout.num_slots, width, ControlLayout(spec.vocab_size, 8))

@@ -54,11 +54,11 @@ def plain(params) -> np.ndarray:
     return teacher_forced(EVERYTHING, params, IDS, chunk=16)
 
 
-@pytest.mark.parametrize("fast_norm", [False, True])
-def test_the_fused_layers_give_the_logits_of_the_plain_ones(params, plain, fast_norm):
-    """Biases, norms of heads, a window in one of the layers; prompt chunks and a single token."""
+@pytest.mark.parametrize(("chunk", "fast_norm"), [(16, False), (1, False), (1, True)])
+def test_the_fused_layers_give_the_logits_of_the_plain_ones(params, plain, chunk, fast_norm):
+    """Biases, norms of heads, a window; prompt chunks and a single token after them, and decodes alone."""
     own = fold_norms(params) if fast_norm else params
-    fused = teacher_forced(EVERYTHING, own, IDS, chunk=16, backend="triton", fast_norm=fast_norm)
+    fused = teacher_forced(EVERYTHING, own, IDS, chunk=chunk, backend="triton", fast_norm=fast_norm)
     np.testing.assert_allclose(log_softmax(fused, -1), log_softmax(plain, -1), atol=1e-4)
     assert np.array_equal(fused.argmax(-1), plain.argmax(-1))
 
@@ -90,7 +90,7 @@ def test_fast_norm_rounds_no_worse_than_the_exact_norm(params, plain):
         lambda path, array: array if path[-1].key == "scale" else array.astype(jnp.bfloat16), params
     )
     exact, fast = (
-        log_softmax(teacher_forced(EVERYTHING, own, IDS, chunk=16, backend="triton", fast_norm=fast_norm), -1)
+        log_softmax(teacher_forced(EVERYTHING, own, IDS, chunk=1, backend="triton", fast_norm=fast_norm), -1)
         for own, fast_norm in ((rounded, False), (fold_norms(rounded), True))
     )
     want = log_softmax(teacher_forced(EVERYTHING, jax.tree.map(lambda x: x.astype(jnp.float32), rounded), IDS, 16), -1)
