@@ -68,6 +68,8 @@ class EngineConfig(SchedulingKnobs):
         deterministic: tokens and log-probabilities of a request have the same bits in batches of any size and order of
             arrival, for every token budget and chunk, with prefix caching or without, after every preemption. Costs
             speed (README). Off, tokens are the same in float32 on a CPU, and the last bits may differ.
+        fast_norm: on GPUs, two kernels less a layer: the scales of the norms go into the weights after them, and the
+            root mean square is divided by after the product. Rounds otherwise, no worse (bench/README.md).
         event_log: a file to write every call of the scheduler to, from which ``python -m jaxcb.scheduler.replay`` makes
             the same plans again: for bug reports. It holds the prompts as token ids.
         logits_processors: functions of your own over a step's logits, compiled into the sampler.
@@ -104,6 +106,7 @@ class EngineConfig(SchedulingKnobs):
     logprobs_mode: LogprobsMode = "raw"
     generation_config: str = "auto"
     deterministic: bool = False
+    fast_norm: bool = False
     event_log: str | os.PathLike[str] | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
     seed: int = 0
@@ -162,7 +165,7 @@ class EngineConfig(SchedulingKnobs):
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))
-        for name in ("enable_prefix_caching", "run_ahead", "kv_transfer", "deterministic"):
+        for name in ("enable_prefix_caching", "run_ahead", "kv_transfer", "deterministic", "fast_norm"):
             validation.boolean(name, getattr(self, name), error=ConfigError)
         self._set("seed", validation.integer("seed", self.seed, low=-(2**63), high=2**63 - 1, error=ConfigError))
         if self.preemption == "swap" and not self.host_kv_gib:

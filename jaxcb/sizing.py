@@ -13,7 +13,8 @@ CPU_DECODE_BUCKETS, GPU_DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 8, 1
 CPU_MIXED_BUCKETS = (64, 128, 256, 384, 512, 1024, 2048)
 GPU_MIXED_BUCKETS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 GPU_WORKSPACE_BYTES = 2**30
-"""Left for temporaries of the compiled steps."""
+"""Left for temporaries of the compiled steps where a simulation knows a model's size alone; the engine counts them
+(:mod:`jaxcb.engine.gpu_memory`)."""
 
 PROMPT_ROWS = 64
 """Prompt positions whose log-probabilities one call computes."""

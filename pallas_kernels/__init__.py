@@ -4,16 +4,21 @@ Backends live behind each function. Nothing of the engine may come in: this pack
 """
 
 from pallas_kernels.attention import decode_attention, ragged_paged_attention
-from pallas_kernels.fused import rms_norm, rope_and_write_kv, silu_mul
+from pallas_kernels.fused import add_rms_norm, rms_norm, rope_and_write_kv, silu_mul
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend, attention_metadata, default_backend
+from pallas_kernels.norms import HeadNorm, LateNorm, RawQueries
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.pages import QuantizedPages
 
 __all__ = [
     "AttentionMetadata",
     "Backend",
+    "HeadNorm",
+    "LateNorm",
     "QuantizedPages",
+    "RawQueries",
+    "add_rms_norm",
     "attention_metadata",
     "copy_pages",
     "decode_attention",

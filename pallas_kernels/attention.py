@@ -10,14 +10,16 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import native
 from pallas_kernels.checks import require, require_array, require_backend
 from pallas_kernels.metadata import AttentionMetadata, Backend, default_backend
+from pallas_kernels.norms import RawQueries
 from pallas_kernels.pages import PLAIN_DTYPES, KVPages, require_kv_pages, values_of
 from pallas_kernels.triton import ragged as triton
+from pallas_kernels.triton.work import TritonWork
 from pallas_kernels.xla import ragged as xla
 from pallas_kernels.xla.work import WorkLists
 
 
 def ragged_paged_attention(
-    q: Float[Array, "T H D"],
+    q: Float[Array, "T H D"] | RawQueries,
     kv_pages: KVPages,
     metadata: AttentionMetadata,
     *,
@@ -27,13 +29,15 @@ def ragged_paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
+    arrivals: Int32[Array, "T K"] | None = None,
     backend: Backend | None = None,
     interpret: bool | Any = False,
 ) -> Float[Array, "T H D"]:
     """Attend from every token of a ragged batch to the positions of its sequence up to its own.
 
     Arguments:
-        q: query heads, rotated; row order as in ``metadata.query_starts``.
+        q: query heads, rotated; row order as in ``metadata.query_starts``. The triton backend also takes
+            :class:`RawQueries`, in a step of decodes alone.
         kv_pages: the pool [N, L, 2, page_size, K, D] seen flat, F = N*L*2. The keys of page p in layer l are flat page
             ``p*2*L + 2*l``, the values the one after it. They hold this step's keys and values already. dtype uint16
             is the bits of bfloat16 (xla and native); :class:`QuantizedPages` are scaled as they are read.
@@ -45,6 +49,8 @@ def ragged_paged_attention(
         soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None: they stay.
         sinks: a score of each head that takes its share of the weights and adds no value (Xiao et al. 2023, section
             3.3, as gpt-oss trains them); None: none.
+        arrivals: zeros that the triton backend counts in, as :func:`pallas_kernels.rope_and_write_kv` returns them;
+            None: it makes some, with one kernel more.
         backend: None chooses by platform.
         interpret: run the GPU kernels in Pallas's interpreter, on any platform; for mosaic also InterpretGPUParams.
 
@@ -58,11 +64,14 @@ def ragged_paged_attention(
     require_backend(backend)
     require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend)
     _, page_size, num_kv_heads, head_dim = values_of(kv_pages).shape
-    require_array(q, "q", (metadata.num_tokens, None, head_dim), dtypes=PLAIN_DTYPES)
+    rows = q.qkv if isinstance(q, RawQueries) else q
+    require_array(rows, "q", (metadata.num_tokens, None, head_dim), dtypes=PLAIN_DTYPES)
     require(q.shape[1] % num_kv_heads == 0, "q", f"of a multiple of {num_kv_heads} heads", f"{q.shape[1]} heads")
     if sinks is not None:
         require_array(sinks, "sinks", (q.shape[1],), dtypes=PLAIN_DTYPES)
         sinks = sinks.astype(jnp.float32)
+    if arrivals is not None:
+        require_array(arrivals, "arrivals", (metadata.num_tokens, num_kv_heads), dtypes=("int32",))
     require(metadata.backend == backend, "metadata", f"built for backend {backend}", f"one for {metadata.backend}")
     require(metadata.page_size == page_size, "metadata", f"built for pages of {page_size}", metadata.page_size)
     require(metadata.window == window, "metadata", f"built for window {window}", f"one for {metadata.window}")
@@ -73,6 +82,14 @@ def ragged_paged_attention(
         "window": window,
         "soft_cap": soft_cap,
     }
+    work = metadata.work
+    if isinstance(q, RawQueries):
+        whole = isinstance(work, TritonWork) and metadata.decode_only and work.splits is not None
+        require(whole, "q", "an array, but for decodes alone on backend triton", "RawQueries")
+        assert isinstance(work, TritonWork) and work.splits is not None
+        return triton.attend_single_tokens(
+            q, kv_pages, work, work.splits, sinks=sinks, arrivals=arrivals, interpret=interpret, **options
+        )
     if isinstance(metadata.work, native.Tables):
         require(native.loaded() is not None, "backend", "loaded first, by pallas_kernels.native.load", "native")
         attended = native.attention(q.astype(jnp.float32), values_of(kv_pages), metadata.work, sinks=sinks, **options)
@@ -84,7 +101,9 @@ def ragged_paged_attention(
 
         mosaic.require_supported(q, kv_pages, sinks)
         return mosaic.ragged_paged_attention(q, kv_pages, metadata.work, interpret=interpret, **options)
-    return triton.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, interpret=interpret, **options)
+    return triton.ragged_paged_attention(
+        q, kv_pages, metadata.work, sinks=sinks, arrivals=arrivals, interpret=interpret, **options
+    )
 
 
 def decode_attention(

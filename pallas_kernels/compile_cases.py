@@ -23,7 +23,11 @@ from jax import lax
 
 from pallas_kernels import (
     Backend,
+    HeadNorm,
+    LateNorm,
     QuantizedPages,
+    RawQueries,
+    add_rms_norm,
     attention_metadata,
     copy_pages,
     ragged_paged_attention,
@@ -44,7 +48,7 @@ ARCHITECTURES = {"h200": "sm_90a", "h100": "sm_90a", "a100": "sm_80", "l4": "sm_
 
 
 def attention_cases(target: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Function and arguments of each case, by name. One holds the three kernels of a mixed step."""
+    """Function and arguments of each case, by name. One holds the two kernels of a mixed step."""
     dtypes = [dtype for dtype in KV_DTYPES if "float8" not in dtype or TARGETS[target].compute_capability >= (8, 9)]
     cases = {f"attention d{d} {dtype}": _attention(target, d, dtype) for d in (64, 128, 256) for dtype in dtypes}
     cases |= {f"attention d{d} bfloat16": _attention(target, d, "bfloat16") for d in (80, 96)}
@@ -60,7 +64,39 @@ def attention_cases(target: str) -> dict[str, tuple[Callable[..., Any], tuple[An
     pages = Shape((64, 4, 2, 16, 8, 128), jnp.bfloat16)
     cases["copy_pages"] = (functools.partial(copy_pages, backend="triton"), (pages, _int32(8), _int32(8)))
     cases["fused"] = (_fused, (Shape((512, 16, 8, 128), jnp.bfloat16), Shape((64, 6144), jnp.bfloat16)))
+    for head_dim in (64, 128, 256):
+        cases[f"raw queries d{head_dim}"] = _raw_decodes(target, head_dim)
     return cases
+
+
+def _raw_decodes(target: str, head_dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Decodes that norm and rotate their queries themselves, with every norm there is."""
+    num_heads, num_kv_heads = HEADS[head_dim]
+    num_seqs, heads = 16, num_heads + 2 * num_kv_heads
+
+    def attend(qkv: Any, pages: Any, angles: Any, x: Any, scale: Any, bias: Any, contexts: Any, tables: Any) -> Any:
+        norms = (HeadNorm(scale, scale, 1e-6), LateNorm(x, 1e-5, bias))
+        metadata = attention_metadata(
+            jnp.arange(num_seqs + 1, dtype=jnp.int32),
+            contexts,
+            tables,
+            num_tokens=num_seqs,
+            page_size=16,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            decode_only=True,
+            backend="triton",
+            target=target,
+        )
+        q = RawQueries(qkv, num_heads, angles, angles, *norms)
+        return ragged_paged_attention(q, pages, metadata, layer=1, num_layers=2, backend="triton")
+
+    bf16 = functools.partial(Shape, dtype=jnp.bfloat16)
+    rows = (bf16((num_seqs, heads, head_dim)), bf16((400, 16, num_kv_heads, head_dim)))
+    angles = Shape((num_seqs, head_dim // 2), jnp.float32)
+    norms = (bf16((num_seqs, 4096)), Shape((head_dim,), jnp.float32), bf16((heads * head_dim,)))
+    return attend, (*rows, angles, *norms, _int32(num_seqs), _int32(num_seqs, 128))
 
 
 def _fused(pages: Any, rows: Any) -> Any:
@@ -69,7 +105,8 @@ def _fused(pages: Any, rows: Any) -> Any:
     angles, place = jnp.ones((num_tokens, halves)), jnp.zeros(num_tokens, jnp.int32)
     qkv = rms_norm(rows, jnp.ones(rows.shape[1]), eps=1e-5, backend="triton").reshape(num_tokens, -1, 2 * halves)
     rope = rope_and_write_kv(pages, qkv, angles, angles, place, place, layer=0, num_layers=2, backend="triton")
-    return silu_mul(rows, backend="triton"), rope
+    added = add_rms_norm(rows, rows, jnp.ones(rows.shape[1]), eps=1e-5, backend="triton")
+    return silu_mul(rows, backend="triton"), rope, added
 
 
 def _attention(
@@ -223,7 +260,7 @@ def compile_kernels(name: str, target: str, dump: Path, ptxas: Path) -> dict[str
     for path in set(dump.glob("*.ptx")) - before:
         text = path.read_text()
         for entry in re.findall(r"\.entry (\w+)", text):
-            if re.match(r"(ragged_paged|decode|merge|copy_pages|rms_norm|silu_mul|rope)", entry):
+            if re.match(r"(ragged_paged|decode|copy_pages|rms_norm|add_rms_norm|silu_mul|rope)", entry):
                 kernels[entry] = assemble(path, ptxas, target) | {
                     "tensor_core": "wgmma" if "wgmma" in text else "mma" if "mma.sync" in text else ""
                 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -78,6 +79,13 @@ def compile_for(
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
         jitted = jax.jit(function, donate_argnums=donate, out_shardings=sharding)
         return jitted.trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
+
+
+def memory_bytes(target: str) -> int:
+    """Memory of a target."""
+    found = re.search(r"device_memory_size: (\d+)", _DESCRIPTIONS[target])
+    assert found is not None, "every description says it"
+    return int(found.group(1))
 
 
 @contextmanager

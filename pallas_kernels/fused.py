@@ -6,6 +6,8 @@ backend of each is the plain expression, which XLA fuses on CPUs by itself.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels.checks import require, require_array, require_backend
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.norms import HeadNorm, LateNorm
 from pallas_kernels.pages import PLAIN_DTYPES, QuantizedPages, require_kv_pages
 from pallas_kernels.triton import fused as triton
 
@@ -41,8 +44,37 @@ def rms_norm(
     return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
+def add_rms_norm(
+    x: Float[Array, "T E"],
+    y: Float[Array, "T E"],
+    scale: Float[Array, " E"],
+    *,
+    eps: float,
+    backend: Backend | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """``x + y``, and :func:`rms_norm` of it.
+
+    Raises:
+        ValueError: a shape, dtype or number can't be; the message names the argument.
+    """
+    backend = _backend(backend)
+    require_array(x, "x", (None, None), dtypes=PLAIN_DTYPES)
+    require_array(y, "y", x.shape, dtypes=(x.dtype.name,))
+    require_array(scale, "scale", x.shape[1:], dtypes=PLAIN_DTYPES)
+    require(eps >= 0, "eps", "at least 0", eps)
+    if backend in ("triton", "mosaic"):
+        return triton.add_rms_norm(x, y, scale, eps=eps, interpret=interpret)
+    total = x + y
+    return total, rms_norm(total, scale, eps=eps, backend=backend)
+
+
 def silu_mul(
-    gate_up: Float[Array, "T 2F"], *, backend: Backend | None = None, interpret: bool = False
+    gate_up: Float[Array, "T 2F"],
+    *,
+    late_norm: LateNorm | None = None,
+    backend: Backend | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "T F"]:
     """``silu(gate) * up`` of rows that hold the gate and, after it, up.
 
@@ -52,10 +84,20 @@ def silu_mul(
     backend = _backend(backend)
     require_array(gate_up, "gate_up", (None, None), dtypes=PLAIN_DTYPES)
     require(gate_up.shape[1] % 2 == 0, "gate_up", "of an even number of columns", f"{gate_up.shape[1]}")
+    _require_late_norm(late_norm, *gate_up.shape)
     if backend in ("triton", "mosaic"):
-        return triton.silu_mul(gate_up, interpret=interpret)
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, -1)
+        return triton.silu_mul(gate_up, late_norm, interpret=interpret)
+    gate, up = jnp.split(_finished(gate_up, late_norm), 2, -1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+class Rotated(NamedTuple):
+    """What :func:`rope_and_write_kv` leaves for attention: rotated queries if they were asked for, the pages, and zeros
+    to count in (None where the backend needs none)."""
+
+    q: Float[Array, "T H D"] | None
+    kv_pages: Shaped[Array, "F page_size K D"]
+    arrivals: Int32[Array, "T K"] | None
 
 
 def rope_and_write_kv(
@@ -68,9 +110,12 @@ def rope_and_write_kv(
     *,
     layer: int | Int32[Array, ""],
     num_layers: int,
+    head_norm: HeadNorm | None = None,
+    late_norm: LateNorm | None = None,
+    queries: bool = True,
     backend: Backend | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "T H D"], Shaped[Array, "F page_size K D"]]:
+) -> Rotated:
     """Rotate queries and keys, and write keys and values into their pages, reading a token's row once.
 
     The pairs of a rotation are (i, i + D/2), the order of Hugging Face checkpoints.
@@ -84,11 +129,11 @@ def rope_and_write_kv(
         offsets: position inside the page.
         layer: l.
         num_layers: L.
+        head_norm: a norm of the heads of queries and keys, before the rotation.
+        late_norm: of the product that ``qkv`` is; before the norm of the heads.
+        queries: False leaves the queries out, for attention that takes :class:`RawQueries`.
         backend: None chooses by platform.
         interpret: run the triton kernel in Pallas's interpreter, on any platform.
-
-    Returns:
-        The rotated queries, and the pages.
 
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
@@ -110,23 +155,63 @@ def rope_and_write_kv(
         require_array(table, name, (num_tokens, head_dim // 2), dtypes=("float32",))
     for name, index in (("pages", pages), ("offsets", offsets)):
         require_array(index, name, (num_tokens,), dtypes=("int32",))
+    if head_norm is not None:
+        for name, scale in (("head_norm.q_scale", head_norm.q_scale), ("head_norm.k_scale", head_norm.k_scale)):
+            require_array(scale, name, (head_dim,), dtypes=("float32",))
+    _require_late_norm(late_norm, num_tokens, qkv.shape[1] * head_dim)
     if backend in ("triton", "mosaic"):
-        return triton.rope_and_write_kv(
-            kv_pages, qkv, cos, sin, pages, offsets, layer=layer, num_layers=num_layers, interpret=interpret
+        rotated = triton.rope_and_write_kv(
+            kv_pages,
+            qkv,
+            cos,
+            sin,
+            pages,
+            offsets,
+            head_norm,
+            late_norm,
+            layer=layer,
+            num_layers=num_layers,
+            queries=queries,
+            interpret=interpret,
         )
-    q, k, v = jnp.split(qkv, [num_heads, num_heads + num_kv_heads], 1)
-    kv_pages = write_kv(
-        kv_pages, _rotate(k, cos, sin), v, pages, offsets, layer=layer, num_layers=num_layers, backend=backend
-    )
-    return _rotate(q, cos, sin), kv_pages
+        return Rotated(*rotated)
+    rows = _finished(qkv.reshape(num_tokens, -1), late_norm).reshape(qkv.shape)
+    q, k, v = jnp.split(rows, [num_heads, num_heads + num_kv_heads], 1)
+    if head_norm is not None:
+        q, k = (
+            rows * lax.rsqrt(jnp.mean(rows * rows, -1, keepdims=True) + head_norm.eps) * scale
+            for rows, scale in ((q, head_norm.q_scale), (k, head_norm.k_scale))
+        )
+    k, v = _rotate(k, cos, sin).astype(qkv.dtype), v.astype(qkv.dtype)
+    kv_pages = write_kv(kv_pages, k, v, pages, offsets, layer=layer, num_layers=num_layers, backend=backend)
+    return Rotated(_rotate(q, cos, sin).astype(qkv.dtype) if queries else None, kv_pages, None)
 
 
 def _rotate(
-    x: Float[Array, "T heads D"], cos: Float32[Array, "T D/2"], sin: Float32[Array, "T D/2"]
-) -> Float[Array, "T heads D"]:
-    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
+    x: Float32[Array, "T heads D"], cos: Float32[Array, "T D/2"], sin: Float32[Array, "T D/2"]
+) -> Float32[Array, "T heads D"]:
+    first, second = jnp.split(x, 2, -1)
     cos, sin = cos[:, None], sin[:, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _finished(rows: Float[Array, "T N"], late_norm: LateNorm | None) -> Float32[Array, "T N"]:
+    """A product's rows after its late norm, in float32."""
+    rows = rows.astype(jnp.float32)
+    if late_norm is None:
+        return rows
+    x = late_norm.x.astype(jnp.float32)
+    rows = rows * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + late_norm.eps)
+    return rows if late_norm.bias is None else rows + late_norm.bias.astype(jnp.float32)
+
+
+def _require_late_norm(late_norm: LateNorm | None, num_rows: int, num_columns: int) -> None:
+    if late_norm is None:
+        return
+    require_array(late_norm.x, "late_norm.x", (num_rows, None), dtypes=PLAIN_DTYPES)
+    require(late_norm.eps >= 0, "late_norm.eps", "at least 0", late_norm.eps)
+    if late_norm.bias is not None:
+        require_array(late_norm.bias, "late_norm.bias", (num_columns,), dtypes=PLAIN_DTYPES)
 
 
 def _backend(backend: Backend | None) -> Backend:

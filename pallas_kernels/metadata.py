@@ -15,6 +15,7 @@ from jaxtyping import Array, Int32
 from pallas_kernels.checks import require, require_array, require_backend, require_page_size
 from pallas_kernels.mosaic import MOSAIC_ROWS
 from pallas_kernels.native.ops import Tables
+from pallas_kernels.platform import platform
 from pallas_kernels.triton.targets import TARGETS, default_target, device_capability
 from pallas_kernels.triton.work import TritonWork, triton_work
 from pallas_kernels.xla.work import WorkLists, work_lists
@@ -47,7 +48,7 @@ class AttentionMetadata:
 
 def default_backend() -> Literal["xla", "triton"]:
     """The backend for the platform that jax runs on: triton on NVIDIA GPUs from Ampere on, xla elsewhere."""
-    return "triton" if jax.default_backend() == "gpu" and device_capability() >= (8, 0) else "xla"
+    return "triton" if platform() == "gpu" and device_capability() >= (8, 0) else "xla"
 
 
 def attention_metadata(

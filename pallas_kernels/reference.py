@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int32, Shaped
 
+from pallas_kernels.norms import HeadNorm, LateNorm
 from pallas_kernels.pages import QuantizedPages
 
 Pages = Any
@@ -92,13 +93,12 @@ def copy_pages(
 
 def rms_norm(x: Shaped[np.ndarray, "T E"], scale: Shaped[np.ndarray, " E"], *, eps: float) -> Float[np.ndarray, "T E"]:
     """:func:`pallas_kernels.rms_norm` in float64."""
-    x = np.asarray(x).astype(np.float64)
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * np.asarray(scale).astype(np.float64)
+    return _normed(x, eps) * np.asarray(scale).astype(np.float64)
 
 
-def silu_mul(gate_up: Shaped[np.ndarray, "T 2F"]) -> Float[np.ndarray, "T F"]:
+def silu_mul(gate_up: Shaped[np.ndarray, "T 2F"], *, late_norm: LateNorm | None = None) -> Float[np.ndarray, "T F"]:
     """:func:`pallas_kernels.silu_mul` in float64."""
-    gate, up = np.split(np.asarray(gate_up).astype(np.float64), 2, -1)
+    gate, up = np.split(_finished(gate_up, late_norm), 2, -1)
     return gate / (1 + np.exp(-gate)) * up
 
 
@@ -112,18 +112,42 @@ def rope_and_write_kv(
     *,
     layer: int,
     num_layers: int,
+    head_norm: HeadNorm | None = None,
+    late_norm: LateNorm | None = None,
 ) -> tuple[Float[np.ndarray, "T H D"], Float[np.ndarray, "F page_size K D"]]:
     """:func:`pallas_kernels.rope_and_write_kv` in float64, in a copy of the pages."""
     num_kv_heads = kv_pages.shape[2]
-    heads = np.asarray(qkv).astype(np.float64)
+    heads = _finished(qkv.reshape(len(qkv), -1), late_norm).reshape(qkv.shape)
+    q, k, v = heads[:, : -2 * num_kv_heads], heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
+    if head_norm is not None:
+        q = _normed(q, head_norm.eps) * np.asarray(head_norm.q_scale, np.float64)
+        k = _normed(k, head_norm.eps) * np.asarray(head_norm.k_scale, np.float64)
     rotation = (cos + 1j * sin).astype(np.complex128)[:, None]
-    pairs = (heads[..., : heads.shape[-1] // 2] + 1j * heads[..., heads.shape[-1] // 2 :]) * rotation
-    rotated = np.concatenate([pairs.real, pairs.imag], -1)
-    q, k, v = rotated[:, : -2 * num_kv_heads], rotated[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
     out = np.asarray(kv_pages).astype(np.float64)
     first = pages * 2 * num_layers + 2 * layer
-    out[first, offsets], out[first + 1, offsets] = k, v
-    return q, out
+    out[first, offsets], out[first + 1, offsets] = _turned(k, rotation), v
+    return _turned(q, rotation), out
+
+
+def _turned(heads: Float[np.ndarray, "T heads D"], rotation: np.ndarray) -> Float[np.ndarray, "T heads D"]:
+    half = heads.shape[-1] // 2
+    pairs = (heads[..., :half] + 1j * heads[..., half:]) * rotation
+    return np.concatenate([pairs.real, pairs.imag], -1)
+
+
+def _normed(x: np.ndarray, eps: float) -> np.ndarray:
+    x = np.asarray(x).astype(np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+def _finished(rows: Shaped[np.ndarray, "T N"], late_norm: LateNorm | None) -> Float[np.ndarray, "T N"]:
+    """A product's rows after its late norm."""
+    rows = np.asarray(rows).astype(np.float64)
+    if late_norm is None:
+        return rows
+    x = np.asarray(late_norm.x).astype(np.float64)
+    rows = rows / np.sqrt((x * x).mean(-1, keepdims=True) + late_norm.eps)
+    return rows if late_norm.bias is None else rows + np.asarray(late_norm.bias).astype(np.float64)
 
 
 def _quantized(

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from jaxcb import validation
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
-from jaxcb.engine import prepare, scoring
+from jaxcb.engine import gpu_memory, prepare, scoring
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
 from jaxcb.engine.inbox import Arrival, Forks, Inbox
@@ -29,6 +29,7 @@ from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, QueueFullError, RequestError
 from jaxcb.grammar import GrammarCompiler
+from jaxcb.held_model import HeldModel
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
@@ -39,7 +40,7 @@ from jaxcb.text import Tokenizer
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
 from jaxcb.weights.held import held_params
-from jaxcb.weights.quantize import quantize
+from jaxcb.weights.loader import prepared
 
 
 class Engine:
@@ -66,8 +67,7 @@ class Engine:
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
-        if config.quantization is not None:
-            params = quantize(params)
+        params = prepared(params, config)
         self._scheduler = scheduler_of(self.config, spec)
         self._runner = Runner(
             spec,
@@ -77,6 +77,7 @@ class Engine:
             backend_of(self.config),
             processed_logprobs=self.config.logprobs_mode == "processed",
             deterministic=self.config.deterministic,
+            fast_norm=self.config.fast_norm,
             processors=self.config.logits_processors,
         )
         self._step_log = None
@@ -117,6 +118,8 @@ class Engine:
             ConfigError: the configuration can't work for it.
         """
         config = config or EngineConfig()
+        if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
+            gpu_memory.start_jax(config.gpu_memory_utilization)
         model = load(config, progress=progress)
         engine = cls(model.name, model.spec, model.params, model.tokenizer, config, model.sampling_defaults)
         engine.compile(progress=progress)
@@ -365,9 +368,7 @@ class Engine:
         """
         if running not in ("keep", "restart"):
             raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
-        new = held_params(self.spec, params)
-        if self.config.quantization is not None:
-            new = quantize(new)
+        new = prepared(held_params(self.spec, params), self.config)
 
         def swap() -> None:
             self._runner.set_params(new)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from jaxcb import native
 from jaxcb.config import Backend, EngineConfig
+from jaxcb.engine import gpu_memory
+from jaxcb.engine.gpu_memory import GPUMemory
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
 from jaxcb.scheduler import Scheduler, SchedulerLimits
 from jaxcb.scheduler.replay import RecordingScheduler
 from jaxcb.sizing import (
-    GPU_WORKSPACE_BYTES,
     BatchLimits,
     batch_limits,
     decode_sizes,
     fills_exactly,
-    logprobs_bytes,
     mixed_sizes,
     num_host_pages,
     scheduler_limits,
@@ -29,6 +28,7 @@ from jaxcb.sizing import (
 )
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.runner import RunnerShape
+from pallas_kernels.platform import platform
 
 T = TypeVar("T")
 CPU_KV_BYTES = 2**30
@@ -45,12 +45,16 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
     Raises:
         ConfigError: the numbers can't work together; ``.param`` names the field.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     max_model_len = wanted_model_len(config, spec.max_position)
     seqs, budget = batch_limits(config, max_model_len, on_cpu=on_cpu)
     page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * config.page_size
     most = seqs * -(-max_model_len // config.page_size)
-    pages = _num_pages(config, page_bytes, most, vocab_size=spec.vocab_size, num_seqs=seqs, on_cpu=on_cpu)
+    memory = None
+    if not on_cpu and config.num_kv_pages is None and config.kv_cache_memory_bytes is None:
+        sizes = gpu_memory.Sizes(spec, seqs, budget, max_model_len, config.page_size, jnp.dtype(dtype).itemsize)
+        memory = gpu_memory.measure(config.gpu_memory_utilization, sizes)
+    pages = _num_pages(config, page_bytes, most, memory)
     capacity = pages * config.page_size
     if capacity < max_model_len:
         if config.max_model_len is not None:
@@ -78,7 +82,7 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
 
 def limits_of(config: EngineConfig, spec: ModelSpec) -> SchedulerLimits:
     """The scheduler's limits of a resolved config."""
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     padded = config.backend != "native" or config.exact_fill
     return scheduler_limits(
         config,
@@ -140,6 +144,14 @@ def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend
             "(python -m jaxcb.native says why)",
             param="quantization",
         )
+    if config.fast_norm and (backend != "triton" or config.deterministic):
+        other = "deterministic" if backend == "triton" else f"backend {backend}"
+        raise ConfigError(f"fast_norm is for the kernels of backend triton, not for {other}", param="fast_norm")
+    if backend == "triton" and platform() == "cpu" and dtype != jnp.float32:
+        raise ConfigError(
+            f"backend triton runs in an interpreter on a CPU, for tests, and in float32 only, got {dtype}",
+            param="backend",
+        )
     return backend
 
 
@@ -148,30 +160,33 @@ def backend_of(config: EngineConfig) -> Backend:
     return _set(config.backend)
 
 
-def _num_pages(
-    config: EngineConfig, page_bytes: int, most: int, *, vocab_size: int, num_seqs: int, on_cpu: bool
-) -> int:
-    """Pages by number, by bytes, or by what the machine has; ``most`` is what max_num_seqs full sequences need."""
+_LESS = (
+    "Raise --gpu-memory-utilization, lower --max-num-seqs, --max-num-batched-tokens or --max-model-len, or take a "
+    "smaller model"
+)
+"""What to do where a GPU has no room for a page."""
+
+
+def _num_pages(config: EngineConfig, page_bytes: int, most: int, memory: GPUMemory | None) -> int:
+    """Pages by number, by bytes, or by what the machine has; ``most`` is what max_num_seqs full sequences need.
+
+    ``memory``: of the GPU, if there is one and the pages are to fill it.
+    """
     if config.num_kv_pages is not None:
         return config.num_kv_pages
     if config.kv_cache_memory_bytes is not None:
         pages = config.kv_cache_memory_bytes // page_bytes
-    elif on_cpu:
+    elif memory is None:
         pages = min(most, max(CPU_KV_BYTES // page_bytes, 1))
     else:
-        free_bytes = _free_gpu_bytes(config.gpu_memory_utilization) - logprobs_bytes(vocab_size, num_seqs)
-        pages = min(most, free_bytes // page_bytes)
+        pages = min(most, memory.for_pages // page_bytes)
     if pages < 1:
+        reason = "" if memory is None else f": {memory}. {_LESS}"
         raise ConfigError(
-            f"the memory for the KV cache holds no page: {config.page_size} tokens take {page_bytes:,} bytes",
+            f"the memory for the KV cache holds no page of {config.page_size} tokens, {page_bytes:,} bytes{reason}",
             param="kv_cache_memory_bytes",
         )
     return pages
-
-
-def _free_gpu_bytes(utilization: float) -> int:
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - GPU_WORKSPACE_BYTES
 
 
 def _set(value: T | None) -> T:

@@ -27,6 +27,7 @@ from jaxcb.models.product import product
 from jaxcb.models.rope import rope_tables, rotate
 from jaxcb.models.spec import ModelSpec
 from jaxcb.models.tiles import InTiles, directly
+from pallas_kernels.platform import platform
 
 Params = dict[str, Any]
 
@@ -220,7 +221,7 @@ def apply_layers(
     decoder = _merge(spec, params)
     cos, sin = in_tiles(functools.partial(rope_tables, spec.rope, spec.head_dim), positions)
     x = decoder.embed_tokens(token_ids)
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         return _rolled(decoder, x.astype(jnp.float32), kv, cos, sin, attend, in_tiles)
     for index, layer in enumerate(decoder.layers):
         x, kv = apply_layer(spec, layer, index, x, kv, cos, sin, attend, in_tiles)

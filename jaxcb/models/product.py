@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
+
+from pallas_kernels.platform import platform
 
 FEW_ROWS = 32
 """Up to so many rows XLA's CPU backend is fastest with the weight as the left operand."""
@@ -19,13 +20,18 @@ def product(x: Float[Array, "T I"], kernel: Float[Array, "O I"]) -> Float[Array,
     bfloat16 result would cost up to ten times as much.
     """
     x = x.astype(kernel.dtype)
-    if jax.default_backend() != "cpu":
-        return lax.dot_general(x, kernel, _CONTRACT_LAST, preferred_element_type=kernel.dtype)
+    if platform() != "cpu":
+        return rounded_product(x, kernel)
     if x.shape[0] == 1 and kernel.dtype == jnp.bfloat16:
         return _weight_left(jnp.concatenate([x, x]), kernel)[:1]  # one bfloat16 row runs at a hundredth of the speed
     if 2 <= x.shape[0] <= FEW_ROWS:
         return _weight_left(x, kernel)
     return lax.dot_general(x, kernel, _CONTRACT_LAST, preferred_element_type=jnp.float32)
+
+
+def rounded_product(x: Float[Array, "T I"], kernel: Float[Array, "O I"]) -> Float[Array, "T O"]:
+    """``x @ kernel.T``, accumulated in float32, in the kernel's dtype."""
+    return lax.dot_general(x.astype(kernel.dtype), kernel, _CONTRACT_LAST, preferred_element_type=kernel.dtype)
 
 
 def _weight_left(x: Float[Array, "T I"], kernel: Float[Array, "O I"]) -> Float[Array, "T O"]:

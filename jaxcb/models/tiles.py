@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from pallas_kernels.platform import platform
+
 T = TypeVar("T")
 CPU_ROWS, GPU_ROWS = 16, 64
 """Rows of a tile. On a CPU a step of one token computes a whole tile: of a product 576 x 3,072 on two cores with AVX2
@@ -59,7 +61,7 @@ def tiles_of(rows: int, num_rows: Int[Array, ""]) -> InTiles:
                 lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, i * rows, 0), results, computed
             )
 
-        num_tiles = -(-num_rows // rows) if jax.default_backend() == "cpu" else -(-count // rows)
+        num_tiles = -(-num_rows // rows) if platform() == "cpu" else -(-count // rows)
         results = lax.fori_loop(0, num_tiles, one_tile, results)
         return jax.tree.map(lambda array: array[:count], results)
 

@@ -9,7 +9,6 @@ import logging
 import os
 from typing import cast, get_args
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
@@ -19,6 +18,7 @@ from jaxcb.errors import ConfigError
 from jaxcb.models.spec import ModelSpec
 from pallas_kernels import default_backend, native
 from pallas_kernels.native.ops import MAX_HEAD_DIM
+from pallas_kernels.platform import platform
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def choose(config_backend: Backend | None, spec: ModelSpec, dtype: DTypeLike) ->
         ConfigError: native was asked for, and can't be had; the message says why.
     """
     asked = asked_for(config_backend)
-    if asked not in (None, "native") or (asked is None and jax.default_backend() != "cpu"):
+    if asked not in (None, "native") or (asked is None and platform() != "cpu"):
         return asked or default_backend()
     reason = why_not(spec, dtype) or why_not_loaded()
     if reason is None:
@@ -60,7 +60,7 @@ def choose(config_backend: Backend | None, spec: ModelSpec, dtype: DTypeLike) ->
 
 def usable(config_backend: Backend | None) -> bool:
     """Whether an engine with this ``backend`` field can take the native kernels, its model apart."""
-    return asked_for(config_backend) in (None, "native") and jax.default_backend() == "cpu" and not why_not_loaded()
+    return asked_for(config_backend) in (None, "native") and platform() == "cpu" and not why_not_loaded()
 
 
 def why_not(spec: ModelSpec, dtype: DTypeLike) -> str | None:

@@ -8,6 +8,7 @@ cheaper on a CPU, and the same distribution.
 from __future__ import annotations
 
 import enum
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jaxcb.sampling.truncation import (
     keep_top_p,
     keep_typical,
 )
+from pallas_kernels.platform import platform
 
 BLOCK = 128
 """Reductions over V run in two levels, over blocks of this many: XLA's CPU argmax over a whole row is scalar code."""
@@ -69,16 +71,13 @@ def sample(
     ``controls`` are read by ``Tier.FULL``, which needs them. Filters after the temperature work one on what the other
     kept, in the order that :class:`jaxcb.sampling_params.SamplingParams` names.
     """
-    S, V = logits.shape
+    V = logits.shape[1]
     logits = logits.astype(jnp.float32)
     if tier is Tier.FULL:
         assert controls is not None, "the full tier reads controls"
         logits = adjust(logits, controls, draws.positions)
-    rows = jnp.arange(S)[:, None]
-    logits = logits.at[rows, jnp.where(draws.forbidden < 0, V, draws.forbidden)].set(-jnp.inf, mode="drop")
-    blocks = _in_blocks(logits)
-    possible = blocks.max((1, 2)) > -jnp.inf
-    best = _argmax(blocks)
+    logits = _without(logits, draws.forbidden)
+    best, possible = _best(_in_blocks(logits))
     if tier is Tier.GREEDY:
         return jnp.where(possible, best, NOTHING), logits
     greedy = draws.temperature < GREEDY_BELOW
@@ -100,6 +99,17 @@ def sample(
     return token_ids, jnp.where(greedy[:, None], logits, kept)
 
 
+def _without(logits: Float[Array, "S V"], forbidden: Int[Array, "S F"]) -> Float[Array, "S V"]:
+    """-inf at the ids of each row; -1 is none. On a CPU only those are touched; on a GPU all are compared as they are
+    read, since a scatter needs a float32 copy of the logits to write into."""
+    S, V = logits.shape
+    if platform() == "cpu":
+        ids = jnp.where(forbidden < 0, V, forbidden)
+        return logits.at[jnp.arange(S)[:, None], ids].set(-jnp.inf, mode="drop")
+    hits = [jnp.arange(V) == forbidden[:, i, None] for i in range(forbidden.shape[1])]
+    return jnp.where(functools.reduce(jnp.logical_or, hits), -jnp.inf, logits)
+
+
 def _weights(logits: Float[Array, "S V"]) -> Float[Array, "S V"]:
     """In [0, 1]; the likeliest token has 1. All are 0 where nothing can be taken."""
     largest = _in_blocks(logits).max((1, 2))[:, None]
@@ -114,10 +124,13 @@ def _in_blocks(values: Float[Array, "S V"], padding: float = -jnp.inf) -> Float[
     return values.reshape(S, -1, BLOCK)
 
 
-def _argmax(blocks: Float[Array, "S N B"]) -> Int[Array, "S"]:
-    """First index of each row's largest value, in two levels."""
-    block = jnp.argmax(blocks.max(-1), -1)
-    return (block * BLOCK + jnp.argmax(_pick(blocks, block), -1)).astype(jnp.int32)
+def _best(blocks: Float[Array, "S N B"]) -> tuple[Int[Array, "S"], Bool[Array, "S"]]:
+    """First index of each row's largest value, in two levels that read the row once, and whether that is a number above
+    -inf."""
+    largest = blocks.max(-1)
+    block = jnp.argmax(largest, -1)
+    possible = jnp.take_along_axis(largest, block[:, None], 1)[:, 0] > -jnp.inf
+    return (block * BLOCK + jnp.argmax(_pick(blocks, block), -1)).astype(jnp.int32), possible
 
 
 def _pick(blocks: Float[Array, "S N B"], index: Int[Array, "S"]) -> Float[Array, "S B"]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.platform import platform
 
 SMALLEST_NORMAL_BITS = 1 << 23
 SMALLEST_SHARE = 1e-30
@@ -52,7 +53,7 @@ def _mass_threshold(
 def _row_by_row(function: Callable[..., Float[Array, "S"]], *arrays: Array) -> Float[Array, "S"]:
     """``function`` of all rows; on a CPU of one after the other, so that its passes find the row in the cache. Measured
     on two cores for top-k with top-p at V = 49,152: 1.4 times as fast with 16 rows, 2.5 times with 64."""
-    if jax.default_backend() != "cpu":
+    if platform() != "cpu":
         return function(*arrays)
     return lax.map(lambda row: function(*(array[None] for array in row))[0], arrays)
 

@@ -126,6 +126,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--deterministic", action="store_true", help="the same bits in any company; costs speed (README)"
     )
+    engine.add_argument("--fast-norm", action="store_true", help=_HIDDEN)
     engine.add_argument("--seed", type=int, metavar="N", help="for requests that bring none")
     engine.add_argument("--step-log", metavar="FILE", help="a line of JSON a step, to calibrate the simulator")
     engine.add_argument("--trace", metavar="FILE", help="of what the engine did when, for Perfetto")

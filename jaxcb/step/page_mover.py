@@ -19,6 +19,7 @@ from jaxcb.paging import PageMoves
 from jaxcb.step.jobs import Job
 from pallas_kernels import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.metadata import Backend
+from pallas_kernels.platform import platform
 
 PAGES_PER_MOVE = 32
 """Pages that one call moves; fewer are padded with the trash page."""
@@ -51,7 +52,9 @@ class PageMover:
         """Every program."""
         pages = jax.ShapeDtypeStruct((PAGES_PER_MOVE,), jnp.int32)
         rows = jax.ShapeDtypeStruct((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
-        copy = jax.jit(functools.partial(copy_pages, backend=self._backend), donate_argnums=0)
+        copy = jax.jit(
+            functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu"), donate_argnums=0
+        )
         yield self._job("copy", copy, pages, pages)
         if self.num_host_pages or self._transfers:
             yield self._job("gather", jax.jit(gather_pages), pages)

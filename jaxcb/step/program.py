@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec, apply_head, apply_layers
+from jaxcb.models import fused as fused_models
 from jaxcb.models import native as native_models
 from jaxcb.models.decoder import LayerIndex, Params, rms_norm
 from jaxcb.models.tiles import CPU_ROWS, GPU_ROWS, SAMPLER_ROWS, InTiles, directly, tiles_of
@@ -24,8 +25,9 @@ from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
 from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
 from jaxcb.step.controls import rows_of
 from jaxcb.step.processors import ProcessorRows, apply, update
-from pallas_kernels import attention_metadata, native, ragged_paged_attention, write_kv
+from pallas_kernels import RawQueries, attention_metadata, native, ragged_paged_attention, write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend
+from pallas_kernels.platform import platform
 
 KVPages = Shaped[Array, "N L 2 page_size K D"]
 
@@ -51,6 +53,8 @@ class StepProgram:
     page_size: int
     backend: Backend
     deterministic: bool = False
+    fast_norm: bool = False
+    """The norms' scales are in the weights (:func:`jaxcb.models.fused.fold_norms`)."""
 
     def forward(self, params: Params, kv: KVPages, state: SlotState, upload: Int[Array, "size"]) -> ForwardResult:
         """Write the step's K and V into their pages and compute the logits of each row's last token."""
@@ -72,7 +76,7 @@ class StepProgram:
         in_tiles = row_tiles(batch.query_starts[-1], deterministic=self.deterministic)
         if self.backend == "native":
             return self._native_layers(params, kv, state, batch, token_ids, in_tiles)
-        spec, shape = self.spec, kv.shape
+        spec, flat = self.spec, kv.reshape(-1, *kv.shape[3:])
         tables = state.block_tables[batch.slots]
         pages = tables[batch.token_rows, batch.positions // self.page_size]
         is_token = jnp.arange(token_ids.shape[0]) < batch.query_starts[-1]
@@ -87,9 +91,30 @@ class StepProgram:
                 num_layers=spec.num_layers,
                 window=window,
                 backend=self.backend,
+                interpret=platform() == "cpu",
             )
             for window in windows
         ]
+
+        if self.backend == "triton" and not self.deterministic:
+
+            def attend_pages(
+                layer: int, kv: Array, q: Float[Array, "T H D"] | RawQueries, arrivals: Int[Array, "T K"] | None
+            ) -> Float[Array, "T H D"]:
+                return kinds[kind_of_layer[layer]](q, kv, layer=layer, arrivals=arrivals)
+
+            places = fused_models.Places(batch.positions, pages, offsets)
+            hidden, flat = fused_models.apply_layers(
+                spec,
+                params,
+                token_ids,
+                places,
+                flat,
+                attend_pages,
+                decode_only=self.layout.bucket.decode_only,
+                fast_norm=self.fast_norm,
+            )
+            return hidden, flat.reshape(kv.shape)
 
         def attend(
             layer: LayerIndex, kv: Array, q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
@@ -100,9 +125,8 @@ class StepProgram:
             branches = [functools.partial(kind, layer=layer) for kind in kinds]
             return kv, lax.switch(jnp.asarray(kind_of_layer)[layer], branches, q, kv)
 
-        flat = kv.reshape(-1, *shape[3:])
         hidden, flat = apply_layers(spec, params, token_ids, batch.positions, flat, attend, in_tiles)
-        return hidden, flat.reshape(shape)
+        return hidden, flat.reshape(kv.shape)
 
     def _native_layers(
         self,
@@ -257,18 +281,35 @@ def head_logits(
     return apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic))
 
 
-def compiler_options(*, deterministic: bool) -> dict[str, bool] | None:
-    """For every program of a step.
+def compiler_options(*, deterministic: bool) -> dict[str, bool | str] | None:
+    """For every program of a step. What XLA calls an option depends on its version: unknown ones are an error.
 
-    On a GPU XLA picks kernels by timing them, another one in each process perhaps: to be deterministic it must take the
-    first that works, and none that adds in the order of arrival. On a CPU, jax before 0.11 can do without a stage of
-    its compiler that takes nearly half of the time and makes nothing here faster.
+    On a GPU:
+
+    - XLA picks kernels by timing them, another one in each process perhaps: to be deterministic it must take the first
+      that works, and none that adds in the order of arrival.
+    - Products are the library's: their epilogues add the residual stream and biases, and no weight is ever converted
+      or copied (python -m bench.audit).
+    - The likeliest ids come from a radix select: a sort of 256 rows of 128,256 logits would read and write them 24
+      times.
+    - Nothing is computed twice to save memory: XLA counts the pages, which fill the GPU, once for each kernel that
+      writes into them, finds that there is too little memory, and repeats small kernels in every layer.
+
+    On a CPU, jax before 0.11 can do without a stage of its compiler that takes nearly half of the time and makes
+    nothing here faster.
     """
-    backend = jax.default_backend()
-    if backend == "gpu" and deterministic:
-        return {"xla_gpu_deterministic_ops": True}
-    if backend == "cpu" and jax.__version_info__ < (0, 11):
-        return {"xla_cpu_use_fusion_emitters": False}
+    old = jax.__version_info__ < (0, 11)
+    match platform():
+        case "gpu":
+            select = "use_raft_select_k" if old else "enable_raft_for_stable_topk"
+            return {
+                "xla_gpu_deterministic_ops": deterministic,
+                "xla_gpu_enable_triton_gemm": False,
+                f"xla_gpu_experimental_{select}": True,
+                "xla_disable_hlo_passes": "rematerialization",
+            }
+        case "cpu" if old:
+            return {"xla_cpu_use_fusion_emitters": False}
     return None
 
 
@@ -276,4 +317,4 @@ def row_tiles(num_rows: Int[Array, ""], *, deterministic: bool) -> InTiles:
     """How the model's row-wise parts are computed."""
     if not deterministic:
         return directly
-    return tiles_of(CPU_ROWS if jax.default_backend() == "cpu" else GPU_ROWS, num_rows)
+    return tiles_of(CPU_ROWS if platform() == "cpu" else GPU_ROWS, num_rows)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Int
 
@@ -36,6 +36,7 @@ from jaxcb.step.program import ForwardResult, StepProgram, compiler_options
 from jaxcb.step.program_store import ProgramStore
 from jaxcb.step.samplers import Sampled, Samplers, Wanted
 from pallas_kernels.metadata import Backend
+from pallas_kernels.platform import platform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,18 +97,19 @@ class Runner:
         *,
         processed_logprobs: bool = False,
         deterministic: bool = False,
+        fast_norm: bool = False,
         processors: Sequence[LogitsProcessor] = (),
     ):
-        self._deterministic = deterministic
+        self._deterministic, self._fast_norm = deterministic, fast_norm
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
         self._leaves, self._tree = jax.tree.flatten(params)  # once: a step's call would do it again each time
         self._owners = SlotOwners(shape.num_slots + 1)
         self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors)
-        self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
+        self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))
         self._forward: dict[Bucket, Compiled] = {}
-        logits_dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["embedding"].dtype
+        logits_dtype = jnp.float32 if platform() == "cpu" else params["embed"]["embedding"].dtype
         self._processed_logprobs = processed_logprobs
         self._samplers = Samplers(
             spec,
@@ -224,23 +226,24 @@ class Runner:
     def _made_from(self) -> Iterable[object]:
         """All that the programs depend on, beside the source and the machine."""
         yield from (self.spec, self.shape, list(self.buckets), self.backend)
-        yield from (self._processed_logprobs, self._deterministic)
+        yield from (self._processed_logprobs, self._deterministic, self._fast_norm)
         yield jax.tree.map(_abstract, (self.params, self._kv, self._state))
 
     def _jobs(self) -> Iterable[Job]:
         """Every program, the slowest first."""
         params, kv, state = (jax.tree.map(_abstract, x) for x in (self.params, self._kv, self._state))
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.num_tokens):
-            layout = self._layouts[bucket]
-            program = StepProgram(self.spec, layout, self.shape.page_size, self.backend, self._deterministic)
-            options = compiler_options(deterministic=self._deterministic)
-            forward = jax.jit(
-                functools.partial(_forward, program, self._tree), donate_argnums=(1, 2), compiler_options=options
+            program = StepProgram(
+                self.spec,
+                self._layouts[bucket],
+                self.shape.page_size,
+                self.backend,
+                deterministic=self._deterministic,
+                fast_norm=self._fast_norm,
             )
-            upload = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
             yield Job(
                 f"forward {bucket}",
-                functools.partial(forward.lower, jax.tree.leaves(params), kv, state, upload),
+                functools.partial(lower_forward, program, params, kv, state),
                 functools.partial(self._forward.__setitem__, bucket),
             )
         row_counts = sorted({bucket.num_seqs for bucket in self.buckets})
@@ -257,6 +260,14 @@ class Runner:
         yield from self._mover.jobs()
 
 
+def lower_forward(program: StepProgram, params: Params, kv: Any, state: Any) -> Lowered:
+    """The forward of a bucket, ready to be compiled. The arguments are abstract; pages and state are donated."""
+    leaves, tree = jax.tree.flatten(params)
+    options = compiler_options(deterministic=program.deterministic)
+    forward = jax.jit(functools.partial(_forward, program, tree), donate_argnums=(1, 2), compiler_options=options)
+    return forward.lower(leaves, kv, state, jax.ShapeDtypeStruct((program.layout.size,), jnp.int32))
+
+
 def _forward(
     program: StepProgram, tree: PyTreeDef, leaves: list[Array], kv: Array, state: SlotState, upload: Array
 ) -> ForwardResult:
@@ -268,9 +279,9 @@ def kv_shape(spec: ModelSpec, shape: RunnerShape) -> tuple[int, ...]:
     return (shape.num_pages + 1, spec.num_layers, 2, shape.page_size, spec.num_kv_heads, spec.head_dim)
 
 
-def kv_dtype(weights: Any) -> Any:
+def kv_dtype(weights: Any, backend: Backend) -> Any:
     """Pages hold the weights' dtype. XLA's CPU scatter converts a whole bfloat16 array, so there its bits are kept."""
-    return jnp.uint16 if weights == jnp.bfloat16 and jax.default_backend() == "cpu" else weights
+    return jnp.uint16 if weights == jnp.bfloat16 and platform() == "cpu" and backend != "triton" else weights
 
 
 def _abstract(x: Array) -> jax.ShapeDtypeStruct:

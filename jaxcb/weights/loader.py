@@ -18,6 +18,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.errors import ModelError
 from jaxcb.held_model import HeldModel
 from jaxcb.models import families
+from jaxcb.models.fused import fold_norms
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
 from jaxcb.weights.held import held_params, no_tokenizer
@@ -59,9 +60,7 @@ def load(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
     dtype = config.dtype
     if dtype == "auto":
         dtype = default_dtype(jax.default_backend(), native=native.usable(config.backend))
-    params = load_params(files, spec, jnp.dtype(dtype), progress=progress)
-    if config.quantization is not None:
-        params = quantize(params)
+    params = prepared(load_params(files, spec, jnp.dtype(dtype), progress=progress), config)
     return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer, sampling_defaults=defaults)
 
 
@@ -70,10 +69,16 @@ def _held(model: HeldModel, config: EngineConfig) -> LoadedModel:
     dtype = params["embed"]["embedding"].dtype
     if config.dtype not in ("auto", dtype.name):
         raise ModelError(f"the params are {dtype.name}, and dtype asks for {config.dtype}: leave it out")
-    if config.quantization is not None:
-        params = quantize(params)
+    params = prepared(params, config)
     tokenizer = no_tokenizer(model.spec) if model.tokenizer is None else model.tokenizer
     return LoadedModel(name=model.name, spec=model.spec, params=params, tokenizer=tokenizer, sampling_defaults={})
+
+
+def prepared(params: Params, config: EngineConfig) -> Params:
+    """Parameters in the form that the engine computes with; those that have it already stay as they are."""
+    if config.quantization is not None:
+        params = quantize(params)
+    return fold_norms(params) if config.fast_norm else params
 
 
 def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat16"]:

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.norms import RawQueries
 from pallas_kernels.pages import KVPages, QuantizedPages, values_of
 from pallas_kernels.triton.attend import Geometry, KVRefs, attend, finish, geometry, start
 from pallas_kernels.triton.decode import attend_decodes
@@ -33,6 +34,7 @@ def ragged_paged_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None,
+    arrivals: Int32[Array, "T K"] | None,
     interpret: bool,
 ) -> Float[Array, "T H D"]:
     """:func:`pallas_kernels.ragged_paged_attention`, arguments already checked.
@@ -50,7 +52,9 @@ def ragged_paged_attention(
     }
     if work.tiles is not None:
         q = attend_chunks(q, kv_pages, work, work.tiles, **options)
-    return q if work.splits is None else attend_single_tokens(q, kv_pages, work, work.splits, **options)
+    if work.splits is None:
+        return q
+    return attend_single_tokens(q, kv_pages, work, work.splits, arrivals=arrivals, **options)
 
 
 def attend_chunks(
@@ -77,11 +81,12 @@ def attend_chunks(
 
 
 def attend_single_tokens(
-    q: Float[Array, "T H D"],
+    q: Float[Array, "T H D"] | RawQueries,
     kv_pages: KVPages,
     work: TritonWork,
     splits: DecodeSplits,
     *,
+    arrivals: Int32[Array, "T K"] | None = None,
     sinks: Float[Array, " H"] | None,
     interpret: bool,
     **options: Any,
@@ -89,11 +94,15 @@ def attend_single_tokens(
     """q with the rows of decodes replaced by their attention."""
     kv, shape = _prepare(q, kv_pages, work, work.decode_tile, interpret=interpret, **options)
     num_kv_heads = values_of(kv_pages).shape[2]
-    return attend_decodes(q, kv, splits, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret)
+    if arrivals is None:
+        arrivals = jnp.zeros((q.shape[0], num_kv_heads), jnp.int32)
+    return attend_decodes(
+        q, kv, splits, arrivals, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret
+    )
 
 
 def _prepare(
-    q: Float[Array, "T H D"],
+    q: Float[Array, "T H D"] | RawQueries,
     kv_pages: KVPages,
     work: TritonWork,
     tile: TileShape,

@@ -6,6 +6,8 @@ import dataclasses
 
 import jax
 
+from pallas_kernels.platform import device_kind, platform
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -34,22 +36,28 @@ TARGETS = {
 
 
 def default_target() -> Target:
-    """The entry for the GPU that jax runs on: the same card, or the one with as little shared memory.
+    """The entry for the GPU that a program is traced for: the same card, or the one with as little shared memory.
 
     Without a GPU (kernels in the interpreter) it is an H200 with one core: the interpreter runs one program at a time.
     """
-    if jax.default_backend() != "gpu":
+    if platform() != "gpu":
         return dataclasses.replace(TARGETS["h200"], num_cores=1)
-    device = jax.devices()[0]
-    for name, target in TARGETS.items():
-        if name.upper() in device.device_kind.upper().split():
-            return target
+    if (named := _named()) is not None:
+        return named
     if device_capability() in ((9, 0), (10, 0), (10, 3)):
         return TARGETS["h100"]
     return TARGETS["a100" if device_capability() == (8, 0) else "l4"]
 
 
 def device_capability() -> tuple[int, int]:
-    """Compute capability of the first GPU."""
+    """Compute capability of the GPU that a program is traced for; of the first one that there is, if it isn't named
+    here."""
+    if (named := _named()) is not None:
+        return named.compute_capability
     major, minor = str(jax.devices()[0].compute_capability).split(".")
     return int(major), int(minor)
+
+
+def _named() -> Target | None:
+    words = device_kind().upper().split()
+    return next((target for name, target in TARGETS.items() if name.upper() in words), None)

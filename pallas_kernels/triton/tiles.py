@@ -51,7 +51,8 @@ AMPERE_CHUNKS: Table = {
 DECODES: Table = {
     # One token a tile: the products are mostly padding and the time goes into loads. Page numbers take a stage of the
     # pipeline, so three stages keep one block in flight: with 4 programs of 38 KB a core that is twice the bytes that a
-    # core of an H200 has to have under way (4.8 TB/s x 0.7 us / 132 = 25 KB). 71 to 96 registers for bfloat16.
+    # core of an H200 has to have under way (4.8 TB/s x 0.7 us / 132 = 25 KB). 72 and 107 registers for bfloat16,
+    # the merge included: 4 programs of 128 threads fit.
     128: TileShape(rows=16, block=64, float32_block=16, num_warps=4, num_stages=3),
     # As many bytes in half the positions.
     256: TileShape(rows=16, block=32, float32_block=16, num_warps=4, num_stages=3),

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.triton.targets import Target
+from pallas_kernels.triton.targets import Target, default_target
 from pallas_kernels.triton.tiles import TileShape, tile_shape
 
 PROGRAMS_A_CORE = 4
@@ -124,11 +124,19 @@ def triton_work(
         is_decode = query_starts[1:] - query_starts[:-1] == 1
     return TritonWork(
         tiles=None if decode_only else query_tiles(query_starts, context_lens, num_tokens, tile.rows // group),
-        splits=decode_splits(
-            tokens, is_decode, context_lens, window, num_splits=-(-PROGRAMS_A_CORE * target.num_cores // num_kv_heads)
-        ),
+        splits=decode_splits(tokens, is_decode, context_lens, window, num_splits=wanted_splits(num_kv_heads, target)),
         **shared,
     )
+
+
+def wanted_splits(num_kv_heads: int, target: Target) -> int:
+    """Splits that fill a GPU; each is a program a KV head."""
+    return -(-PROGRAMS_A_CORE * target.num_cores // num_kv_heads)
+
+
+def decode_entries(num_seqs: int, num_kv_heads: int) -> int:
+    """Entries of :class:`DecodeSplits`, and rows of partial results, on the GPU that a program is traced for."""
+    return wanted_splits(num_kv_heads, default_target()) + num_seqs
 
 
 def query_tiles(

@@ -1,8 +1,14 @@
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxcb.config import EngineConfig
-from jaxcb.engine import sizing
+from jaxcb.engine import gpu_memory, sizing
+from jaxcb.engine.gpu_memory import FRAGMENTS_BYTES, VARIABLES, Sizes, allowed_bytes, measure, start_jax
 from jaxcb.engine.sizing import limits_of, resolve_config
 from jaxcb.errors import ConfigError
 from jaxcb.sizing import (
@@ -55,14 +61,79 @@ def test_an_engine_with_default_settings_has_at_most_16_forward_programs(on_cpu)
     assert set(mixed) <= {*CPU_MIXED_BUCKETS, *GPU_MIXED_BUCKETS}
 
 
-def test_on_a_gpu_the_cache_takes_what_log_probabilities_leave(monkeypatch):
-    monkeypatch.setattr(sizing, "_free_gpu_bytes", lambda utilization: int(1e9 * utilization))
+def gpu(monkeypatch, **stats: int) -> None:
+    """As if jax had a GPU that says so of its memory."""
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
 
-    def pages(**rows: int) -> int:
-        config = EngineConfig(gpu_memory_utilization=0.5)
-        return sizing._num_pages(config, 1000, 10**9, on_cpu=False, **rows)
 
-    assert pages(vocab_size=1000, num_seqs=16) == (500_000_000 - logprobs_bytes(1000, 16)) // 1000
-    assert pages(vocab_size=50_000, num_seqs=256) < pages(vocab_size=50_000, num_seqs=16) < 500_000
-    with pytest.raises(ConfigError, match="holds no page"):
-        pages(vocab_size=1_000_000, num_seqs=256)
+def sizes(**changes: Any) -> Sizes:
+    return Sizes(
+        **({"spec": SPEC, "num_seqs": 16, "num_tokens": 64, "max_model_len": 128} | changes), page_size=16, itemsize=2
+    )
+
+
+def test_on_a_gpu_the_cache_takes_what_everything_else_leaves(monkeypatch):
+    gpu(monkeypatch, bytes_limit=2 * 10**9, bytes_in_use=3 * 10**8)
+    memory = measure(0.75, sizes())
+    left = 2 * 10**9 - 3 * 10**8 - memory.state - memory.programs - FRAGMENTS_BYTES
+    config = EngineConfig()
+    assert sizing._num_pages(config, 1000, 10**9, memory) == left // 1000
+    assert sizing._num_pages(config, 1000, 7, memory) == 7, "no more than max_num_seqs full sequences need"
+    assert memory.programs > logprobs_bytes(SPEC.vocab_size, 16)
+    with pytest.raises(
+        ConfigError, match=r"no page of 16 tokens, .* bytes: of 2.00 GB .*, 0.30 GB for weights.* Raise"
+    ):
+        sizing._num_pages(config, left + 1, 10**9, memory)
+
+
+def test_more_rows_tokens_or_context_leave_less_for_pages(monkeypatch):
+    gpu(monkeypatch, bytes_limit=10**10, bytes_in_use=0)
+    least = measure(0.75, sizes()).for_pages
+    for change in ({"num_seqs": 32}, {"num_tokens": 10**5}, {"max_model_len": 256}):
+        assert measure(0.75, sizes(**change)).for_pages < least
+
+
+@pytest.mark.parametrize(
+    ("variable", "utilization", "allowed"),
+    [(None, 0.9, 75), (None, 0.5, 50), ("0.75", 0.5, 50), ("0.9", 0.45, 37), ("0.5", 0.9, 75)],
+)
+def test_the_utilization_is_a_part_of_the_whole_gpu(monkeypatch, variable, utilization, allowed):
+    """jax may take 75 bytes; of how many, its variable says, or its default of three quarters."""
+    monkeypatch.delenv(VARIABLES[1], raising=False)
+    monkeypatch.delenv(VARIABLES[0], raising=False)
+    if variable is not None:
+        monkeypatch.setenv(VARIABLES[0], variable)
+    assert allowed_bytes(75, utilization) == allowed
+
+
+def test_jax_is_started_with_the_engines_part_of_the_gpu(monkeypatch):
+    monkeypatch.setattr(gpu_memory, "_started", 0.75)
+    seen = []
+    monkeypatch.setattr(jax, "devices", lambda: seen.append(os.environ[VARIABLES[0]]))
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    start_jax(0.92)
+    assert seen == ["0.9200"] and VARIABLES[0] not in os.environ
+    assert allowed_bytes(92, 0.92) == 92 and allowed_bytes(92, 0.46) == 46
+    monkeypatch.setenv(VARIABLES[1], "0.3")
+    start_jax(0.5)
+    assert seen == ["0.9200"], "a user's own setting stands"
+
+
+def test_an_allocator_without_an_account_is_told_of(monkeypatch):
+    gpu(monkeypatch)
+    with pytest.raises(ConfigError, match="give --kv-cache-memory-bytes or --num-kv-pages"):
+        measure(0.9, sizes())
+
+
+def test_fast_norm_is_refused_where_it_is_not_honoured():
+    with pytest.raises(ConfigError, match="fast_norm is for the kernels of backend triton, not for backend xla"):
+        resolve_config(EngineConfig(backend="xla", fast_norm=True), SPEC, jnp.dtype("float32"))
+    with pytest.raises(ConfigError, match="not for deterministic"):
+        resolve_config(EngineConfig(backend="triton", fast_norm=True, deterministic=True), SPEC, jnp.dtype("float32"))
+    assert resolve_config(EngineConfig(backend="triton", fast_norm=True), SPEC, jnp.dtype("float32")).fast_norm
+
+
+def test_in_the_interpreter_the_gpu_kernels_are_for_float32():
+    with pytest.raises(ConfigError, match="in an interpreter on a CPU, for tests, and in float32 only, got bfloat16"):
+        resolve_config(EngineConfig(backend="triton"), SPEC, jnp.dtype("bfloat16"))

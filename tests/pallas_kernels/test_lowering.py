@@ -51,6 +51,6 @@ def test_ragged_kernel_lowers_for_h200(heads, head_dim, dtype, window, soft_cap,
     mesh = AbstractMesh((1,), ("device",), abstract_device=h200)
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    kernels = 1 if one_path else 2 if decode_only else 3  # tiles of chunks; splits of decodes and their merge
+    kernels = 1 if one_path or decode_only else 2  # tiles of chunks; splits of decodes, merged by the last one
     assert lowered.count("__gpu$xla.gpu.triton") == kernels
     assert "stablehlo.while" not in lowered, "a loop outside the kernel breaks the step's CUDA graph"

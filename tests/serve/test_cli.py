@@ -25,7 +25,7 @@ def test_flags_reach_the_engines_settings() -> None:
         "--model m --revision r --dtype float32 --max-model-len 100 --max-num-seqs 4 --max-num-batched-tokens 64 "
         "--block-size 32 --num-kv-pages 10 --kv-cache-memory-bytes 2GiB --gpu-memory-utilization 0.5 "
         "--no-enable-prefix-caching --no-run-ahead --max-waiting 7 --seed 9 --backend xla "
-        "--deterministic --generation-config vllm"
+        "--deterministic --fast-norm --generation-config vllm"
     )
     config, _ = parse(flags.split())
     assert config == EngineConfig(
@@ -45,6 +45,7 @@ def test_flags_reach_the_engines_settings() -> None:
         seed=9,
         backend="xla",
         deterministic=True,
+        fast_norm=True,
         generation_config="none",
     )
 

@@ -27,10 +27,10 @@ MIN_WIDTH = 16
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend):
+def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend, fast_norm: bool):
     """The step's forward, and one that gives the logits of every token."""
     layout = StepLayout(bucket, width, bucket.num_seqs)
-    program = StepProgram(spec, layout, PAGE_SIZE, backend)
+    program = StepProgram(spec, layout, PAGE_SIZE, backend, fast_norm=fast_norm)
 
     def every_token(params, kv, state, upload):
         batch = layout.unpack(upload)
@@ -38,18 +38,27 @@ def _compiled(spec: ModelSpec, bucket: Bucket, width: int, backend: Backend):
         hidden, kv = program._layers(params, kv, state, batch, batch.token_ids)
         return kv, state, head_logits(spec, program.backend, params, hidden, batch.query_starts[-1])
 
-    jit = functools.partial(jax.jit, donate_argnums=(1, 2), compiler_options=compiler_options(deterministic=False))
+    # Kernels in the interpreter are large programs that run once: they should be fast to compile.
+    options = {"xla_backend_optimization_level": 0} if backend == "triton" else compiler_options(deterministic=False)
+    jit = functools.partial(jax.jit, donate_argnums=(1, 2), compiler_options=options)
     return layout, jit(program.forward), jit(every_token)
 
 
 def teacher_forced(
-    spec: ModelSpec, params: Params, token_ids: list[int], chunk: int = 256, backend: Backend = "xla"
+    spec: ModelSpec,
+    params: Params,
+    token_ids: list[int],
+    chunk: int = 256,
+    backend: Backend = "xla",
+    *,
+    fast_norm: bool = False,
 ) -> np.ndarray:
-    """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve.
+    """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve; chunks
+    of one token go as decodes.
 
     What is compiled goes by the chunk and the next power of two of the length, from 256 tokens on.
     """
-    parts = _chunks(spec, params, token_ids, chunk, every=True, backend=backend)
+    parts = _chunks(spec, params, token_ids, chunk, every=True, backend=backend, fast_norm=fast_norm)
     return np.concatenate([out[:count] for out, count in parts])
 
 
@@ -59,12 +68,19 @@ def chunked(spec: ModelSpec, params: Params, token_ids: list[int], chunk: int) -
 
 
 def _chunks(
-    spec: ModelSpec, params: Params, token_ids: list[int], chunk: int, *, every: bool, backend: Backend
+    spec: ModelSpec,
+    params: Params,
+    token_ids: list[int],
+    chunk: int,
+    *,
+    every: bool,
+    backend: Backend,
+    fast_norm: bool = False,
 ) -> Iterator[tuple[np.ndarray, int]]:
     width = max(MIN_WIDTH, 2 ** (len(token_ids) // PAGE_SIZE).bit_length())
-    layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, False), width, backend)
+    layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, chunk == 1), width, backend, fast_norm)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
-    kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype))
+    kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))
     state = SlotState.at_rest(layout.num_slots, width, ControlLayout(spec.vocab_size, 8))
     for start in range(0, len(token_ids), chunk):
         part = token_ids[start : start + chunk]

@@ -28,7 +28,7 @@ def test_a_compiled_step_updates_the_pool_in_place(bucket, dtype):
     """No temporary is as large as one layer's share of the pool, and the pool's memory is that of the result."""
     layout = StepLayout(bucket, table_width=32, num_slots=8)
     shape = RunnerShape(num_pages=2000, page_size=16, num_slots=8, max_model_len=512)
-    kv = jax.ShapeDtypeStruct(kv_shape(SPEC, shape), kv_dtype(jnp.dtype(dtype)))
+    kv = jax.ShapeDtypeStruct(kv_shape(SPEC, shape), kv_dtype(jnp.dtype(dtype), "xla"))
     state = jax.eval_shape(lambda: SlotState.at_rest(8, 32, ControlLayout(SPEC.vocab_size, 64)))
     upload = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
     step = jax.jit(StepProgram(SPEC, layout, 16, "xla").forward, donate_argnums=(1, 2))

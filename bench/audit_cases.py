@@ -1,0 +1,179 @@
+"""What bench.audit compiles: models by their published configs, full steps, and the least that these must move."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bench.hlo import Traffic
+from jaxcb.models.spec import ModelSpec
+from jaxcb.step.buckets import Bucket
+from pallas_kernels.triton.targets import TARGETS
+from pallas_kernels.triton.work import LEAST_SPLIT, wanted_splits
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+}
+"""Of their config.json, what the decoder reads."""
+ITEM = 2
+"""Bytes of a bfloat16."""
+
+
+def spec_of(model: str, num_layers: int | None) -> ModelSpec:
+    """``num_layers``: cut after so many; None: all."""
+    config = MODELS[model]
+    return ModelSpec.from_hf_config(config if num_layers is None else {**config, "num_hidden_layers": num_layers})
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step that fills its bucket: decodes that attend to ``context`` positions, and whole prompts of so many tokens.
+
+    A mixed bucket decodes half of its sequences.
+    """
+
+    bucket: Bucket
+    context: int
+
+    @property
+    def num_decodes(self) -> int:
+        return (
+            self.bucket.num_seqs if self.bucket.decode_only else min(self.bucket.num_seqs, self.bucket.num_tokens) // 2
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.bucket.num_tokens - self.num_decodes
+
+    @property
+    def kv_positions(self) -> int:
+        """Positions whose KV attention reads, each once: of prompts every tile reads again, which caches serve."""
+        return self.num_decodes * self.context + self.num_prompt_tokens
+
+
+class Floor(NamedTuple):
+    """Bytes that a step can't do without."""
+
+    weights: float
+    kv_read: float
+    kv_written: float
+    logits: float
+    """Written by the head, read by the sampler."""
+    activations: float
+    """Between the kernels of a layer, each written and read once. Counted in mixed steps."""
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def floor_of(spec: ModelSpec, case: Case, *, fast_norm: bool) -> Floor:
+    """Floor of a step."""
+    layer = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+    head, T = spec.vocab_size * spec.hidden_size, case.bucket.num_tokens
+    position = spec.kv_bytes_per_token(ITEM)
+    written, read = _activations(spec, fast_norm=fast_norm)
+    return Floor(
+        weights=ITEM * (spec.num_layers * layer + head),
+        kv_read=case.kv_positions * position,
+        kv_written=T * position,
+        logits=2 * ITEM * case.bucket.num_seqs * spec.vocab_size,
+        activations=0 if case.bucket.decode_only else ITEM * T * spec.num_layers * (written + read),
+    )
+
+
+def _activations(spec: ModelSpec, *, fast_norm: bool) -> tuple[int, int]:
+    """Elements a token and layer that the kernels write and read. They write x twice, normed x twice, qkv (keys and
+    values go on into the pages), q, attention, gate and up, and their product."""
+    E, F, H = spec.hidden_size, spec.intermediate_size, spec.q_size
+    qkv = H + 2 * spec.kv_size
+    written = 2 * E + qkv + H + H + 2 * F + F
+    read = written + 2 * E  # the residual stream once more, by the products that add to it
+    norms = 2 * E
+    if fast_norm:  # rotation and SiLU x up read x
+        return written, read + norms
+    return written + norms, read + norms
+
+
+class Splits(NamedTuple):
+    """How the decode kernel cuts a case's contexts."""
+
+    entries: int
+    """Rows of the array of partial results."""
+    written: int
+    """Those that are written, and read by the merge."""
+
+
+def splits_of(spec: ModelSpec, case: Case, target: str) -> Splits:
+    """As :func:`pallas_kernels.triton.work.decode_splits` does it."""
+    wanted = wanted_splits(spec.num_kv_heads, TARGETS[target])
+    length = max(-(-case.num_decodes * case.context // wanted), LEAST_SPLIT)
+    a_row = -(-case.context // length)
+    return Splits(wanted + case.bucket.num_seqs, case.num_decodes * a_row if a_row > 1 else 0)
+
+
+def traffic_of(spec: ModelSpec, case: Case, target: str, num_pages: int, page_size: int, width: int) -> list[Traffic]:
+    """What data decides: which pages are read and written, which entries of the tables, which partial results.
+
+    Arguments:
+        num_pages: of the pool, the trash page included.
+        width: pages of a block table.
+    """
+    S, H, D, T = case.bucket.num_seqs, spec.num_heads, spec.head_dim, case.bucket.num_tokens
+    pool = (num_pages * spec.num_layers * 2, page_size, spec.num_kv_heads, D)
+    position = spec.kv_bytes_per_token(ITEM) / spec.num_layers
+    decoded, prompts = case.num_decodes * case.context, case.num_prompt_tokens
+    splits = splits_of(spec, case, target)
+    entries, row = splits.entries, 4 * H
+    decodes, prefills = "decode_attention", "ragged_paged_attention"
+    q_row = ITEM * H * D
+    heads, in_decodes = (T, H + 2 * spec.num_kv_heads, D), case.bucket.decode_only
+    return [
+        Traffic("rope_and_write_kv", pool, 0, T * position),
+        # In a step of decodes attention takes the queries where the product has left them.
+        Traffic("rope_and_write_kv", heads, T * (position + (0 if in_decodes else q_row)), 0),
+        Traffic(decodes, heads, T * q_row, 0),
+        Traffic(decodes, pool, decoded * position, 0),
+        Traffic(decodes, (S, width), 4 * case.num_decodes * -(-case.context // page_size), 0),
+        Traffic(decodes, (T, H, D), case.num_decodes * q_row, case.num_decodes * q_row),
+        Traffic(decodes, (entries, H, D), 0, 2 * splits.written * row * D),
+        Traffic(decodes, (entries, H), 0, 2 * splits.written * row),
+        Traffic(prefills, pool, prompts * position, 0),
+        Traffic(prefills, (S, width), 4 * -(-prompts // page_size), 0),
+        Traffic(prefills, (T, H, D), prompts * q_row, prompts * q_row),
+    ]

@@ -1,0 +1,155 @@
+"""The part of bench.audit that needs the CUDA plug-in, in a process of its own: compiles an engine's step for a GPU.
+
+    python -m bench.audit_compile REQUEST DUMP_FOLDER        REQUEST: JSON of a Request
+
+Prints a line of JSON a case: the kernels of the forward and of the greedy sampler, and what else the compiler knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.stages import Compiled
+
+from bench.audit_cases import ITEM, Case, spec_of, traffic_of
+from bench.hlo import Traffic, parse
+from jaxcb.config import EngineConfig
+from jaxcb.engine.gpu_memory import Sizes, account, forward_bytes
+from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, shape_of
+from jaxcb.models import ModelSpec, param_shapes
+from jaxcb.models.fused import fold_norms
+from jaxcb.step.batch import SlotState, StepLayout
+from jaxcb.step.buckets import Bucket
+from jaxcb.step.controls import ControlLayout
+from jaxcb.step.program import StepProgram
+from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape, lower_forward
+from jaxcb.step.samplers import Samplers
+from pallas_kernels.deviceless import memory_bytes, target_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be compiled. ``rows``: decode steps; ``tokens``: the budget, a mixed step."""
+
+    target: str
+    model: str
+    num_layers: int | None
+    rows: tuple[int, ...]
+    tokens: int
+    context: int
+    fast_norm: bool
+
+
+class Step:
+    """The engine's programs for a described GPU: as :class:`jaxcb.step.runner.Runner` lowers them, on abstract
+    arguments, with pages that fill the GPU."""
+
+    def __init__(self, request: Request, spec: ModelSpec, mesh: jax.sharding.Mesh):
+        self.request, self.spec = request, spec
+        self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        num_seqs, page_size = max(*request.rows, 256), EngineConfig.page_size
+        sizes = Sizes(spec, num_seqs, request.tokens, spec.max_position, page_size, ITEM)
+        allowed = int(EngineConfig.gpu_memory_utilization * memory_bytes(request.target))
+        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
+        config = EngineConfig(
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=request.tokens,
+            decode_buckets=request.rows,
+            kv_cache_memory_bytes=account(allowed, weights, sizes).for_pages,
+            fast_norm=request.fast_norm,
+        )
+        self.config = resolve_config(config, spec, jnp.dtype(jnp.bfloat16))
+        self.shape: RunnerShape = shape_of(self.config)
+        self.backend = backend_of(self.config)
+        self.controls = ControlLayout(spec.vocab_size, self.shape.max_model_len)
+
+    def cases(self) -> list[Case]:
+        """The buckets that the engine has of those asked for."""
+        buckets = list(buckets_of(self.config))
+        wanted = [bucket for bucket in buckets if bucket.decode_only and bucket.num_tokens in self.request.rows]
+        mixed = max(bucket for bucket in buckets if not bucket.decode_only)
+        return [Case(bucket, self.request.context) for bucket in (*wanted, mixed)]
+
+    def forward(self, bucket: Bucket) -> Compiled:
+        layout = StepLayout(bucket, self.shape.table_width, self.shape.num_slots)
+        program = StepProgram(self.spec, layout, self.shape.page_size, self.backend, fast_norm=self.request.fast_norm)
+        return lower_forward(program, self.params, self.pages, self.state).compile()
+
+    def sampler(self, bucket: Bucket) -> Compiled:
+        samplers = Samplers(self.spec, self.backend, self.controls, jnp.bfloat16, processed=False, deterministic=False)
+        jobs = samplers.jobs(self.params, self.state, [bucket.num_seqs], [])
+        job = next(job for job in jobs if job.name == f"sample greedy {bucket.num_seqs}")
+        return job.lower().compile()
+
+    @functools.cached_property
+    def params(self) -> Any:
+        params = param_shapes(self.spec, jnp.bfloat16)
+        return self._abstract(jax.eval_shape(fold_norms, params) if self.request.fast_norm else params)
+
+    @functools.cached_property
+    def pages(self) -> jax.ShapeDtypeStruct:
+        dtype = kv_dtype(jnp.dtype(jnp.bfloat16), self.backend)
+        return self._abstract(jax.ShapeDtypeStruct(kv_shape(self.spec, self.shape), dtype))
+
+    @functools.cached_property
+    def state(self) -> Any:
+        at_rest = functools.partial(SlotState.at_rest, self.shape.num_slots, self.shape.table_width, self.controls)
+        return self._abstract(jax.eval_shape(at_rest))
+
+    def traffic(self, case: Case) -> list[Traffic]:
+        shape = self.shape
+        return traffic_of(self.spec, case, self.request.target, shape.num_pages + 1, shape.page_size, shape.table_width)
+
+    def _abstract(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), tree)
+
+
+def facts(compiled: Compiled, traffic: list[Traffic], dump: Path) -> dict[str, Any]:
+    """What is known of a compiled program."""
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None, "the compiler reports both"
+    program = parse(text, traffic)
+    thunks = max(dump.glob("*thunk_sequence_after_thunk_passes*.txt"), key=lambda path: path.stat().st_mtime)
+    return {
+        "kernels": [
+            [kernel.name, [str(shape) for shape in kernel.outputs], kernel.read, kernel.written]
+            for kernel in program.kernels
+        ],
+        "control_flow": program.control_flow,
+        "launches": re.findall(r"^\d+: (k\w+)", thunks.read_text(), re.M),
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    }
+
+
+def main() -> None:
+    request, dump = Request(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    request = dataclasses.replace(request, rows=tuple(request.rows))
+    spec = spec_of(request.model, request.num_layers)
+    with target_mesh(request.target) as mesh:
+        step = Step(request, spec, mesh)
+        for case in step.cases():
+            began = time.perf_counter()
+            bucket = case.bucket
+            found = {
+                "bucket": dataclasses.asdict(bucket),
+                "pool_bytes": step.pages.size * step.pages.dtype.itemsize,
+                "most_temp_bytes": forward_bytes(spec, bucket.num_tokens, bucket.num_seqs, ITEM),
+                "forward": facts(step.forward(bucket), step.traffic(case), dump),
+                "sampler": facts(step.sampler(bucket), [], dump),
+            }
+            print(json.dumps(found | {"seconds": round(time.perf_counter() - began, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
