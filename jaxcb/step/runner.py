@@ -35,6 +35,7 @@ from jaxcb.step.page_mover import PageMover
 from jaxcb.step.program import ForwardResult, StepProgram, compiler_options
 from jaxcb.step.program_store import ProgramStore
 from jaxcb.step.samplers import Sampled, Samplers, Wanted
+from pallas_kernels import native
 from pallas_kernels.metadata import Backend
 from pallas_kernels.platform import platform
 
@@ -107,7 +108,8 @@ class Runner:
         self._leaves, self._tree = jax.tree.flatten(params)  # once: a step's call would do it again each time
         self._owners = SlotOwners(shape.num_slots + 1)
         self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors)
-        self._kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))
+        kv = jax.ShapeDtypeStruct(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))
+        self._kv = jax.jit(functools.partial(_empty_pages, kv, backend))()
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if platform() == "cpu" else params["embed"]["embedding"].dtype
         self._processed_logprobs = processed_logprobs
@@ -255,7 +257,7 @@ class Runner:
             functools.partial(jax.jit(apply_changes, donate_argnums=0).lower, state, change, change),
             functools.partial(setattr, self, "_change"),
         )
-        empty = jax.jit(functools.partial(jnp.zeros, kv.shape, kv.dtype), out_shardings=kv.sharding)
+        empty = jax.jit(functools.partial(_empty_pages, kv, self.backend), out_shardings=kv.sharding)
         yield Job("empty pages", empty.lower, functools.partial(setattr, self, "_empty_pages"))
         yield from self._mover.jobs()
 
@@ -272,6 +274,12 @@ def _forward(
     program: StepProgram, tree: PyTreeDef, leaves: list[Array], kv: Array, state: SlotState, upload: Array
 ) -> ForwardResult:
     return program.forward(jax.tree.unflatten(tree, leaves), kv, state, upload)
+
+
+def _empty_pages(kv: jax.ShapeDtypeStruct, backend: Backend) -> Array:
+    """Pages that hold nothing. The native kernels read nothing of a page before it is written, so that theirs take up
+    memory as they come into use."""
+    return native.untouched(kv.shape, kv.dtype) if backend == "native" else jnp.zeros(kv.shape, kv.dtype)
 
 
 def kv_shape(spec: ModelSpec, shape: RunnerShape) -> tuple[int, ...]:

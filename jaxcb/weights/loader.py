@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from jaxcb.models.fused import fold_norms
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
 from jaxcb.weights.held import held_params, no_tokenizer
+from jaxcb.weights.memory import Arena
 from jaxcb.weights.quantize import quantize
 from jaxcb.weights.resolve import ModelFiles, resolve
 from jaxcb.weights.safetensors_source import SafetensorsSource
@@ -114,8 +116,10 @@ def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype, *, progres
     source = SafetensorsSource(files.directory)
     params: Params = {}
     used = set()
-    for parameter in tqdm(families.parameters(spec), desc="loading", unit="array", delay=1, disable=not progress):
-        array = _assemble(parameter, source, dtype)
+    parameters = list(families.parameters(spec))
+    place = _placer(parameters, dtype)
+    for parameter in tqdm(parameters, desc="loading", unit="array", delay=1, disable=not progress):
+        array = _assemble(parameter, source, place)
         families.insert(params, parameter.path, jax.device_put(array))
         used |= {tensor.name for tensor in parameter.sources}
     if unused := sorted(source.names - used):
@@ -123,11 +127,20 @@ def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype, *, progres
     return params
 
 
-def _assemble(parameter: families.Parameter, source: SafetensorsSource, dtype: jnp.dtype) -> np.ndarray:
-    """One parameter as the decoder wants it: fused and in the right dtype."""
+def _placer(parameters: Iterable[families.Parameter], dtype: jnp.dtype) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """What gives an array for each weight to be filled. A CPU computes with it where it lies."""
+    if jax.default_backend() != "cpu":
+        return functools.partial(np.empty, dtype=dtype)
+    return Arena([parameter.shape for parameter in parameters if parameter.kind == "weight"], dtype).take
+
+
+def _assemble(
+    parameter: families.Parameter, source: SafetensorsSource, place: Callable[[tuple[int, ...]], np.ndarray]
+) -> np.ndarray:
+    """One parameter as the decoder wants it: fused, and in the right dtype; ``place`` gives an array to fill."""
     if parameter.kind == "scale":
         return source.read(parameter.sources[0]).astype(np.float32)
-    result = np.empty(parameter.shape, dtype)
+    result = place(parameter.shape)
     start = 0
     for tensor in parameter.sources:
         end = start + tensor.shape[0]

@@ -5,7 +5,7 @@ Nothing here is compiled or loaded by an import: :func:`load` does it, or says w
 
 from pallas_kernels.native.build import NativeError
 from pallas_kernels.native.library import Library, load, loaded
-from pallas_kernels.native.ops import WEIGHT_DTYPES, Tables, attention, place_and_attend, product
+from pallas_kernels.native.ops import WEIGHT_DTYPES, Tables, attention, place_and_attend, product, untouched
 
 __all__ = [
     "WEIGHT_DTYPES",
@@ -17,4 +17,5 @@ __all__ = [
     "loaded",
     "place_and_attend",
     "product",
+    "untouched",
 ]

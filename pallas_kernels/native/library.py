@@ -17,7 +17,7 @@ from pallas_kernels.native.build import NativeError, build, cpu_variants, librar
 
 logger = logging.getLogger(__name__)
 
-TARGETS = ("jaxcb_product", "jaxcb_attention", "jaxcb_place_and_attend")
+TARGETS = ("jaxcb_product", "jaxcb_attention", "jaxcb_place_and_attend", "jaxcb_untouched")
 
 
 class Library(NamedTuple):

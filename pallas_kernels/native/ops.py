@@ -7,7 +7,7 @@ is one call in the program, and no array is sliced or copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +198,14 @@ def place_and_attend(
         eps=np.float32(eps),
     )
     return out, pages
+
+
+def untouched(shape: Sequence[int], dtype: Any) -> Shaped[Array, "..."]:
+    """An array that nothing has been written to: what is in it is of no meaning, and may be NaN.
+
+    A large one takes up memory only as it is written to, in huge pages where the system has them.
+    """
+    return jax.ffi.ffi_call("jaxcb_untouched", jax.ShapeDtypeStruct(tuple(shape), dtype))()
 
 
 def _check_pages(kv_pages: Shaped[Array, "F page_size K D"], num_layers: int) -> None:

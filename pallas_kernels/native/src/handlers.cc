@@ -3,6 +3,10 @@
 #include "product.h"
 #include "xla/ffi/api/ffi.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace jaxcb {
 namespace {
 
@@ -124,6 +128,18 @@ ffi::Error place_and_attend(ffi::ThreadPool threads, Floats qkv, Floats cos, Flo
   return ffi::Error::Success();
 }
 
+// Writes nothing. Memory that XLA has just got from the system comes into being page by page, as it is first written to:
+// huge pages where there are some.
+ffi::Error untouched(ffi::Result<ffi::AnyBuffer> out) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = 4096;
+  uintptr_t begin = reinterpret_cast<uintptr_t>(out->untyped_data()), end = begin + out->size_bytes();
+  begin = (begin + kPage - 1) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // else small ones will do
+#endif
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jaxcb
 
@@ -184,3 +200,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_place_and_attend, jaxcb::place_and_attend,
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_untouched, jaxcb::untouched, xla::ffi::Ffi::Bind().Ret<xla::ffi::AnyBuffer>());
