@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from bench.audit_cases import MODELS
 from bench.buckets import replay_ratio, time_steps
 from bench.common import BenchError, Result, Spread, machine, make_parser, run, save, show_progress
 from bench.continuous_vs_static import run_batch
@@ -29,7 +30,7 @@ from bench.full_step import full_plan
 from bench.inprocess import InProcess, engine_facts, exact_length
 from bench.kernel_cases import copy_rate, matmul_rate
 from bench.kernels import device_facts
-from bench.models import CONFIGS, config_of, save_weights, spec_of
+from bench.models import config_of, save_weights, spec_of
 from bench.roofline import Speeds, Work
 from bench.workload import SEED, SHAREGPT_OUTPUTS, SHAREGPT_PROMPTS, Item, Workload
 from jaxcb.config import EngineConfig
@@ -222,7 +223,7 @@ class Model:
 def main(argv: Sequence[str] | None = None) -> Result:
     """The command line."""
     parser = make_parser("gpu_model", __doc__, seed=SEED, seed_help="of the weights and the requests")
-    parser.add_argument("--model", choices=tuple(CONFIGS), required=True, help="whose shapes")
+    parser.add_argument("--model", choices=sorted(MODELS), required=True, help="whose shapes")
     parser.add_argument("--dry", action="store_true", help="a tiny model of the family, and short measurements")
     parser.add_argument("--seconds", type=float, default=150.0, help="after which nothing more is begun; default 150")
     parser.add_argument("--hand-over", type=Path, metavar="DIR", help="write weights and requests there")

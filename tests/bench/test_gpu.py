@@ -19,7 +19,7 @@ from bench.models import config_of, save_weights, spec_of
 from jaxcb.models.decoder import init_params
 from jaxcb.models.families import lookup, parameters
 from jaxcb.weights.loader import load_params
-from jaxcb.weights.resolve import ModelFiles
+from jaxcb.weights.resolve import ModelFiles, resolve
 
 ROOT = Path(__file__).parents[2]
 WRITE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'made': 1}))"
@@ -134,12 +134,17 @@ def test_weights_are_written_as_checkpoints_have_them(tmp_path):
 
 
 @pytest.mark.xdist_group("bench")
-def test_a_model_is_measured_dry_and_reported(tmp_path):
+def test_a_model_is_measured_dry_and_reported(tmp_path, tiny, monkeypatch):
+    # The shapes of the other tests, so that the program store has each program.
+    monkeypatch.setattr(gpu_model, "spec_of", lambda name, small: resolve(tiny).read_spec())
+    monkeypatch.setattr(gpu_model, "init_params", lambda spec, dtype, seed: init_params(spec, jnp.float32, seed))
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128}
+    monkeypatch.setattr(gpu_model, "DRY", sizes)
     flags = ["--model", "qwen3-0.6b", "--dry", "--json", str(tmp_path / "m.json"), "--hand-over", str(tmp_path / "w")]
     result = gpu_model.main(flags)
     assert json.loads((tmp_path / "m.json").read_text()) == json.loads(json.dumps(result))
     assert list(result["left_out"]) == ["idle"] and "no kernel of a GPU" in result["left_out"]["idle"]
-    assert [row["bucket"] for row in result["buckets"]] == ["decode 4", "mixed 64"]
+    assert [row["bucket"] for row in result["buckets"]] == ["decode 1", "decode 2", "mixed 16"]
     for row in result["buckets"]:
         assert row["of_bound"] == pytest.approx(row["bound_ms"] / row["step_ms"]["median"])
         by_bytes, by_flops = (
@@ -157,7 +162,7 @@ def test_a_model_is_measured_dry_and_reported(tmp_path):
         "parts": {"qwen3-0.6b": done | {"result": result}},
     }
     text = report(whole)
-    assert "| decode 4 |" in text and "Left out: idle" in text and "| device idle " in text
+    assert "| decode 2 |" in text and "Left out: idle" in text and "| device idle " in text
     assert "dry run" not in text and "dry run" in report(whole | {"dry": True})
 
 
