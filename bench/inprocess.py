@@ -13,6 +13,7 @@ from bench.common import machine, positive, show_progress
 from bench.workload import Item
 from jaxcb.cache import cache_dir
 from jaxcb.config import Backend, EngineConfig, Quantization
+from jaxcb.engine import Engine
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
 from jaxcb.request import Request, SamplingParams
@@ -101,6 +102,17 @@ class InProcess:
         facts = before | engine_facts(model.name, config)
         return cls(
             config=config, tokenizer=model.tokenizer, runner=runner, limits=limits_of(config, model.spec), facts=facts
+        )
+
+    @classmethod
+    def over(cls, engine: Engine) -> InProcess:
+        """The programs and arrays of an engine that is compiled and doesn't run yet."""
+        return cls(
+            config=engine.config,
+            tokenizer=engine.tokenizer,
+            runner=engine._runner,
+            limits=limits_of(engine.config, engine.spec),
+            facts=machine() | engine_facts(engine.name, engine.config),
         )
 
     def new_core(self) -> tuple[EngineCore, NotingRunner]:

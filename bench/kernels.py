@@ -1,9 +1,9 @@
 """The attention kernels on this device: checked against the reference, timed against its limits, tiles swept.
 
-On an H200 it takes at most --budget-s seconds (compiling included), and leaves the rest of the sweep out when they are
-over. Without a GPU it times the xla backend on the CPU instead, layer after layer of SmolLM2-135M's shape, float32 and
-bfloat16. With --dry the GPU's part runs on small shapes in the interpreter, whose times mean nothing: that shows that
-the command works.
+On a GPU nothing more is begun once --budget-s seconds are over (compiling included): what is left out is the rest of
+the sweep, then of the shapes. Without a GPU it times the xla backend on the CPU instead, layer after layer of
+SmolLM2-135M's shape, float32 and bfloat16. With --dry the GPU's part runs on small shapes in the interpreter, whose
+times mean nothing: that shows that the command works.
 
 Decodes are judged by the rate of a copy on the same device, prefills by that of a large bfloat16 product.
 """
@@ -146,6 +146,7 @@ def measure(dry: bool, budget_s: float, seed: int) -> dict[str, Any]:
         time_shape(name, shape, backend, limits, dry, seed)
         for name, shape in shapes.items()
         for backend in backends_of(shape, dry)
+        if dry or time.perf_counter() < until
     ]
     swept_names = list(shapes) if dry else ["decode 64 x 1024", "prefill 1 x 4096", "decode 1 x 32768"]
     swept = [sweep(name, shapes[name], limits, dry, seed, until) for name in swept_names]
@@ -216,7 +217,9 @@ def tables(result: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("kernels", __doc__, seed=0, seed_help="seed of the batches")
     parser.add_argument("--dry", action="store_true", help="small shapes in the interpreter")
-    parser.add_argument("--budget-s", type=float, default=300.0, help="seconds after which the sweep ends; default 300")
+    parser.add_argument(
+        "--budget-s", type=float, default=300.0, help="seconds after which no shape or tile is begun; default 300"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
     options = parser.parse_args(arguments)
     facts = machine()

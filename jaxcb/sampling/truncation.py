@@ -61,9 +61,9 @@ def exclude_top_choices(
 ) -> Float[Array, "S V"]:
     """XTC: where ``uniform < probability``, of the tokens whose share reaches ``threshold`` the least likely stays.
 
-    Of one such token, or of none, nothing is left out.
+    Of one such token, or of none, nothing is left out. What was left out before reaches no threshold, not even 0.
     """
-    likely = weights >= (threshold * weights.sum(-1))[:, None]
+    likely = (weights > 0.0) & (weights >= (threshold * weights.sum(-1))[:, None])
     least = jnp.where(likely, weights, jnp.inf).min(-1, keepdims=True)
     acts = (uniform < probability)[:, None]
     return jnp.where(acts & likely & (weights > least), 0.0, weights)

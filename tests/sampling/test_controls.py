@@ -196,6 +196,12 @@ def test_xtc_leaves_only_the_least_likely_of_the_likely_ones():
     np.testing.assert_array_equal(kept, np.float32([[0, 0, 0.4, 0.01], [1.0, 0.5, 0.4, 0.01], weights[2]]))
 
 
+def test_xtc_with_a_threshold_of_0_keeps_the_least_likely_of_those_that_were_left():
+    weights = jnp.asarray(np.float32([[0.0, 1.0, 0.5, 0.0]]))
+    kept = jax.jit(exclude_top_choices)(weights, jnp.ones(1), jnp.zeros(1), jnp.zeros(1))
+    np.testing.assert_array_equal(kept, np.float32([[0, 0, 0.5, 0]]))
+
+
 def test_the_full_tier_with_controls_at_rest_draws_as_the_truncated_one():
     logits = jnp.asarray(random_logits(S=16, vocabulary=V))
     draws = draws_of(16, temperature=0.8, top_k=20, top_p=0.9, position=np.arange(16))
