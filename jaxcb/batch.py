@@ -37,6 +37,8 @@ OPEN_AT_ONCE = 512
 QUEUE_FULL = 429
 RETRY_S = 0.05
 """Between two tries of a line that found ``--max-waiting`` requests before it."""
+_OF_A_SERVER = ("host", "port", "api-key", "admin-api-key", "allowed-origins", "drain-timeout", "log-level", "profile")
+"""Flags of ``python -m jaxcb.serve`` that say nothing about an answer. Its file and environment may hold them."""
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
@@ -82,8 +84,11 @@ def requests(lines: Iterable[str], skip: set[str]) -> Iterator[tuple[str, dict[s
         wrong: str | None = None
         entry: Any = None
         try:
+            line.encode()
             entry = json.loads(line)
-        except ValueError as error:
+        except UnicodeEncodeError:
+            wrong = f"line {number} is not UTF-8"
+        except (ValueError, RecursionError) as error:
             wrong = f"line {number} is not JSON: {error}"
         if wrong is None:
             if isinstance(entry, dict) and isinstance(entry.get("custom_id"), str):
@@ -167,7 +172,8 @@ async def run(app: ASGIApp, source: Iterable[str], output: BinaryIO, done: set[s
             failures += _refused(line)
             usage = {} if response is None else response["body"].get("usage") or {}
             num_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
-            output.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            # What has no UTF-8, a lone surrogate in a custom_id, is written as JSON's own escape.
+            output.write(json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
             elapsed_s = max(time.monotonic() - started_s, 1e-6)
             bar.set_postfix_str(f"{num_tokens / elapsed_s:,.0f} tok/s", refresh=False)
             bar.update()
@@ -217,18 +223,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     args, rest = parser.parse_known_args(argv)
     from jaxcb.engine import Engine
+    from jaxcb.parsing import reasoning_markers, tool_format
     from jaxcb.serve.app import make_app
     from jaxcb.serve.cli import parse
 
     try:
+        _refuse_flags_of_a_server(rest)
         config, options = parse(rest)
+        tool_format(options.tool_call_parser, None)  # names that there aren't are known before the model is loaded
+        reasoning_markers(options.reasoning_parser, None)
         done = answered(args.output)
         with (
-            args.input.open(encoding="utf-8") as source,
+            args.input.open(encoding="utf-8-sig", errors="surrogateescape") as source,  # a bad line has an error
             _appending(args.output) as output,
             Engine.start(config, progress=not args.quiet) as engine,
         ):
-            app = make_app(engine, model_names=options.served_model_names)
+            if options.chat_template is not None:
+                engine.tokenizer.chat_template = options.chat_template
+            app = make_app(
+                engine,
+                model_names=options.served_model_names,
+                tool_call_parser=options.tool_call_parser,
+                reasoning_parser=options.reasoning_parser,
+            )
             failures = list(done.values()).count(False)
             failures += asyncio.run(run(app, source, output, set(done), progress=not args.quiet))
     except KeyboardInterrupt:
@@ -240,6 +257,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failures:
         print(f"{failures} lines were refused or failed; their answers say why", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _refuse_flags_of_a_server(argv: Sequence[str]) -> None:
+    for flag in (word.partition("=")[0] for word in argv):
+        if flag.removeprefix("--") in _OF_A_SERVER and flag.startswith("--"):
+            raise ConfigError(f"{flag} is a flag of python -m jaxcb.serve alone: leave it out", param=flag)
 
 
 @contextlib.contextmanager

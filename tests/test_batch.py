@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 
@@ -18,6 +19,15 @@ from tests.engine.conftest import backend, make_engines, params, tokenizer  # no
 @pytest.fixture(scope="module")
 def app(make_engines):  # noqa: F811  # the fixture
     return make_app(make_engines())
+
+
+@pytest.fixture
+def served(make_engines, monkeypatch):  # noqa: F811  # the fixture
+    """What ``batch.main`` starts is the engine that the tests share."""
+    engine = make_engines()
+    monkeypatch.setattr(engine.tokenizer, "chat_template", engine.tokenizer.chat_template)  # put back afterwards
+    monkeypatch.setattr(Engine, "start", lambda config, progress: contextlib.nullcontext(engine))
+    return engine
 
 
 def line(name: object, **changes: object) -> str:
@@ -54,6 +64,8 @@ def test_every_line_is_answered_as_the_server_would(app):
         (line("x", body=[]) if False else json.dumps({"custom_id": "x", "url": "/v1/completions", "body": []}), "body"),
         (line("x", body={"stream": True}), "stream"),
         (line("a"), "'a' of a line before"),
+        ('{"custom_id": "x", "body": ' + "[" * 100_000, "not JSON"),
+        (line("x") + "\udcff", "not UTF-8"),  # a byte 255, as the file is read
     ],
 )
 def test_a_bad_line_has_an_error_and_the_others_their_answers(app, text, reason):
@@ -61,6 +73,10 @@ def test_a_bad_line_has_an_error_and_the_others_their_answers(app, text, reason)
     assert len(answers) == 3
     [bad] = [entry for name, entry in answers.items() if name not in ("a", "b")]
     assert bad["response"] is None and reason in bad["error"]["message"]
+
+
+def test_a_custom_id_comes_back_whatever_it_is(app):
+    assert answer(app, [line("\ud800"), line('\u2028\n"é')]).keys() == {"\ud800", '\u2028\n"é'}
 
 
 def test_what_the_server_refuses_is_an_answer_with_its_status(app):
@@ -141,3 +157,31 @@ def test_a_file_of_something_else_is_not_written_to(tmp_path):
         batch.answered(file)
     assert batch.main(["--input", str(file), "--output", str(file)]) == 2
     assert file.read_text() == "my notes\nmore\n"
+
+
+def test_bytes_that_are_no_text_cost_their_own_line_alone(tmp_path, served):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + line("a").encode() + b"\n\xff\n" + line("b").encode())
+    assert batch.main(["--input", str(source), "--output", str(output), "--quiet"]) == 1
+    answers = {entry["custom_id"]: entry for entry in map(json.loads, output.read_text().splitlines())}
+    assert answers.keys() == {"a", "line-2", "b"}
+    assert "not UTF-8" in answers["line-2"]["error"]["message"] and answers["a"]["error"] is None
+
+
+def test_template_and_parsers_are_those_of_the_flags(tmp_path, served):
+    source, output, template = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "template.jinja"
+    template.write_text("the end {{ nowhere.at_all }}")
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    source.write_text(json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}))
+    files = ["--input", str(source), "--output", str(output), "--quiet"]
+    assert batch.main([*files, "--tool-call-parser", "nonsense"]) == 2
+    assert batch.main([*files, "--reasoning-parser", "nonsense"]) == 2
+    assert not output.exists()
+    assert batch.main([*files, "--chat-template", str(template)]) == 1
+    assert "nowhere" in output.read_text()
+
+
+@pytest.mark.parametrize("flag", ["--port=1", "--host=a", "--api-key=k", "--admin-api-key=k", "--profile=dir"])
+def test_flags_of_a_server_alone_are_refused(tmp_path, capsys, flag):
+    assert batch.main(["--input", str(tmp_path), "--output", str(tmp_path / "out"), flag]) == 2
+    assert flag.split("=")[0] in capsys.readouterr().err

@@ -51,6 +51,8 @@ def embed_requests(engine: Engine, texts: Sequence[Text], pooling: Pooling) -> l
     """What :func:`embeddings` wants the outputs of."""
     if pooling is None:
         raise RequestError('pooling must be "last" or "mean", got None', param="pooling")
+    if isinstance(texts, str):  # its letters would be texts too
+        raise RequestError(f"texts must be a list of texts, got {validation.shown(texts)}", param="texts")
     return [
         Request(
             request_id=f"embed-{next(_ids)}",

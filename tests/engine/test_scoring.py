@@ -111,6 +111,7 @@ def test_what_is_impossible_is_refused_before_anything_runs(make_engines):
         lambda: engine.embed([[5]], pooling="max"),
         lambda: engine.score([([5], [6]), ([], [6])]),
         lambda: engine.embed([[5]], pooling=None),
+        lambda: engine.embed("text"),
         lambda: engine.score([("text", [6])]),
         lambda: engine.score([("a", "b", "c")]),
         lambda: engine.score(["ab"]),
