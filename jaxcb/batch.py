@@ -216,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m jaxcb.generate",
         description="Answer a file of OpenAI batch lines. Flags of the model and the engine are those of python -m "
         "jaxcb.serve.",
+        epilog=f"A line's url is one of {', '.join(URLS)}. A line with an answer in the output file is passed over, a "
+        "refusal too: take its line out of that file to have it tried again.",
         allow_abbrev=False,
     )
     parser.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl")
