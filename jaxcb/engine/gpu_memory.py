@@ -11,6 +11,7 @@ import os
 from typing import NamedTuple
 
 import jax
+from jax._src.xla_bridge import backends_are_initialized  # jax has no public name for it
 
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
@@ -71,7 +72,7 @@ def start_jax(utilization: float) -> None:
     """Start jax so that it takes that part of a GPU's memory at once. Where it runs already, or the user has set a
     variable of their own, nothing changes."""
     global _started
-    if any(variable in os.environ for variable in VARIABLES):
+    if backends_are_initialized() or any(variable in os.environ for variable in VARIABLES):
         return
     os.environ[VARIABLES[0]] = f"{utilization:.4f}"
     try:

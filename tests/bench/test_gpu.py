@@ -49,7 +49,7 @@ def test_a_part_that_is_slow_or_crashes_takes_nothing_from_the_others(tmp_path):
     outcomes = {name: row["outcome"] for name, row in rows.items()}
     assert outcomes == {"slow": "stopped", "crash": "failed", "absent": "left out", "good": "done"}
     assert rows["slow"]["result"] == rows["good"]["result"] == {"made": 1}, "what it had is kept"
-    assert 0.8 < rows["slow"]["took_s"] < 4
+    assert 0.8 < rows["slow"]["took_s"] < 30, "it would sleep for 60 s"
     assert "no such kernel" in rows["crash"]["note"] and rows["absent"]["note"] == "not installed: torch"
     assert rows["good"]["limit_s"] > rows["crash"]["limit_s"], "what others left over is his"
     assert [len(each["parts"]) for each in written] == [1, 2, 3, 4]

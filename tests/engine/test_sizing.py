@@ -61,6 +61,12 @@ def test_an_engine_with_default_settings_has_at_most_16_forward_programs(on_cpu)
     assert set(mixed) <= {*CPU_MIXED_BUCKETS, *GPU_MIXED_BUCKETS}
 
 
+@pytest.fixture(autouse=True)
+def started_by_nobody(monkeypatch):
+    """As if no engine of this process had started jax."""
+    monkeypatch.setattr(gpu_memory, "_started", gpu_memory.DEFAULT_FRACTION)
+
+
 def gpu(monkeypatch, **stats: int) -> None:
     """As if jax had a GPU that says so of its memory."""
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
@@ -106,8 +112,17 @@ def test_the_utilization_is_a_part_of_the_whole_gpu(monkeypatch, variable, utili
     assert allowed_bytes(75, utilization) == allowed
 
 
+def test_a_jax_that_runs_already_keeps_its_part_of_the_gpu(monkeypatch):
+    """A script used jax before it made an engine: three quarters are what jax holds, whatever the engine asks for."""
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    jax.devices()
+    start_jax(0.5)
+    assert allowed_bytes(75, 0.5) == 50
+
+
 def test_jax_is_started_with_the_engines_part_of_the_gpu(monkeypatch):
-    monkeypatch.setattr(gpu_memory, "_started", 0.75)
+    monkeypatch.setattr(gpu_memory, "backends_are_initialized", lambda: False)
     seen = []
     monkeypatch.setattr(jax, "devices", lambda: seen.append(os.environ[VARIABLES[0]]))
     for variable in VARIABLES:
