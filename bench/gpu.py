@@ -142,8 +142,10 @@ def run_part(part: Part, limit_s: float, folder: Path, environment: Mapping[str,
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The part and what it started."""
-    for number in (signal.SIGINT, signal.SIGKILL):
+    """The part and what it started. An interrupt, so that it may say what it has; what a shell runs in the background
+    ignores those, and so do its children."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    for number in (signal.SIGTERM if ignored else signal.SIGINT, signal.SIGKILL):
         os.killpg(process.pid, number)
         try:
             process.wait(KILL_AFTER_S)
