@@ -19,7 +19,6 @@ from jaxcb.grammar.tag_fields import (
     Format,
     check_apart,
     check_fields,
-    check_tag,
     count_of,
     flag_of,
     list_of,
@@ -188,7 +187,7 @@ class _Translator:
 
     def tags_with_separator(self, wanted: Format, where: str, ends: Sequence[str]) -> Piece:
         check_fields(wanted, where, required=("tags", "separator"), optional=("at_least_one", "stop_after_first"))
-        tags = [self._tag_of(tag, place, ()) for place, tag in tags_of(wanted, where)]
+        tags = [self.tag(tag, place, ()) for place, tag in tags_of(wanted, where)]
         if any(tag.open for tag in tags):
             refuse(f"{where}.tags", "hold free text without an end")
         one, separator = self._lark.either(tags), self._lark.literal(text_of(wanted, "separator", where))
@@ -197,10 +196,6 @@ class _Translator:
         if not flag_of(wanted, "at_least_one", where):
             whole = self._lark.either([whole, NOTHING])
         return self._lark.closed(whole, ends)
-
-    def _tag_of(self, tag: Any, where: str, ends: Sequence[str]) -> Piece:
-        check_tag(tag, where)
-        return self.tag(tag, where, ends)
 
     def triggered_tags(self, wanted: Format, where: str, ends: Sequence[str]) -> Piece:
         optional = ("at_least_one", "stop_after_first", "excludes")
@@ -211,7 +206,7 @@ class _Translator:
         check_apart([*triggers, *ends, *without], where)
         tags, after = tags_of(wanted, where), ends if once else ()
         if at_least_one:
-            first = self._lark.either([self._tag_of(tag, place, after) for place, tag in tags])
+            first = self._lark.either([self.tag(tag, place, after) for place, tag in tags])
             if once:
                 return first
         calls = self._calls(triggers, tags, where, after)
@@ -230,7 +225,6 @@ class _Translator:
         """What may come after each trigger."""
         calls: dict[str, list[Piece]] = {trigger: [] for trigger in triggers}
         for place, tag in tags:
-            check_tag(tag, place)
             trigger: str | None = next((text for text in triggers if tag["begin"].startswith(text)), None)
             if trigger is None:
                 refuse(f"{place}.begin", "starts with none of the triggers")

@@ -35,8 +35,16 @@ def check_tag(tag: Any, where: str) -> None:
 
 
 def tags_of(wanted: Format, where: str) -> list[tuple[str, Any]]:
-    """With where they stand."""
-    return [(f"{where}.tags[{index}]", tag) for index, tag in enumerate(list_of(wanted, "tags", where))]
+    """With where they stand. Where one begins with another's beginning, llguidance's lexer, which is greedy, takes one
+    of the two: answers of the other that go on alike would be lost."""
+    tags = [(f"{where}.tags[{index}]", tag) for index, tag in enumerate(list_of(wanted, "tags", where))]
+    for place, tag in tags:
+        check_tag(tag, place)
+    for place, tag in tags:
+        others = (at for at, other in tags if at != place and tag["begin"].startswith(other["begin"]))
+        if (other := next(others, None)) is not None:
+            refuse(f"{place}.begin", f"begins with {other}.begin: no tag may begin with what another one begins with")
+    return tags
 
 
 def list_of(wanted: Format, name: str, where: str) -> list[Any]:
