@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-import numpy as np
-from jaxtyping import Int
-
 from jaxcb.grammar import Constraint, Grammar, Masks
 from jaxcb.request import FinishReason
 from jaxcb.scheduler import Scheduler, StepPlan, TokenEvent
 from jaxcb.scheduler.sequence import Sequence, Status
+from jaxcb.step.samplers import RowMasks
 
 
 class Constraints:
@@ -62,11 +60,13 @@ class Constraints:
             if row.samples and (constraint := known.get(row.sequence)) is not None
         ]
 
-    def masks(self, num_rows: int, rows: Seq[tuple[int, Constraint, int]], vocab_size: int) -> Int[np.ndarray, "S W"]:
-        """Masks of a step of a compiled number of rows. All steps before it have committed."""
+    def masks(self, rows: Seq[tuple[int, Constraint, int]], vocab_size: int) -> RowMasks:
+        """Masks of a step's constrained rows. All steps before it have committed."""
         assert self._masks is not None, "a constraint was opened"
         live = set(self._of.values())  # those of sequences that have not ended in these commits
-        return self._masks.fill(num_rows, [row for row in rows if row[1] in live], vocab_size)
+        held = [row for row in rows if row[1] in live]
+        filled = self._masks.fill([(constraint, position) for _, constraint, position in held], vocab_size)
+        return RowMasks([index for index, _, _ in held], filled)
 
     def learn(self, events: Iterable[TokenEvent]) -> list[TokenEvent]:
         """Take the tokens of a committed step. Returns the ends of those whose answer has to end here."""

@@ -126,8 +126,8 @@ class EngineCore:
             if constrained := self.constraints.in_step(plan):
                 forwarded = self.runner.forward(plan)
                 events += self.drain()
-                mask = self.constraints.masks(forwarded.bucket.num_seqs, constrained, self.runner.spec.vocab_size)
-                self._in_flight.append(self.runner.sample(forwarded, mask))
+                masks = self.constraints.masks(constrained, self.runner.spec.vocab_size)
+                self._in_flight.append(self.runner.sample(forwarded, masks))
             else:
                 self._in_flight.append(self.runner.launch(plan))
             self.num_steps += 1

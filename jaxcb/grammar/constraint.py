@@ -117,7 +117,7 @@ class Constraint:
 
 
 class Masks:
-    """Fills the masks of steps: int32 [S, W], bit i of word w is id 32 w + i, 1 where it may be sampled.
+    """Fills masks of what may be sampled: int32 [C, W], bit i of word w is id 32 w + i, 1 where it may.
 
     ``mask_size`` is that of the grammars (:class:`jaxcb.grammar.Grammar`).
     """
@@ -126,17 +126,15 @@ class Masks:
         self._executor = llguidance.LLExecutor(num_threads=THREADS)
         self._num_words = -(-mask_size // 32)
 
-    def fill(
-        self, num_rows: int, rows: Sequence[tuple[int, Constraint, int]], vocab_size: int
-    ) -> Int[np.ndarray, "S W"]:
-        """Masks of a step with ``num_rows`` rows, of the model's ``vocab_size`` ids.
+    def fill(self, answers: Sequence[tuple[Constraint, int]], vocab_size: int) -> Int[np.ndarray, "C W"]:
+        """A mask for each answer, of the model's ``vocab_size`` ids.
 
-        ``rows``: index, constraint, and the position in the answer of the token that is sampled; all others may sample
-        anything. A row whose constraint fails may, too: look at its ``error``.
+        ``answers``: constraint, and the position in the answer of the token that is sampled. An answer whose constraint
+        fails may go on with anything: look at its ``error``.
         """
-        mask = np.full((num_rows, self._num_words), -1, np.int32)
+        mask = np.full((len(answers), self._num_words), -1, np.int32)
         filled = []
-        for index, constraint, position in rows:
+        for index, (constraint, position) in enumerate(answers):
             if (token := constraint.next_forced(position)) is not None:
                 mask[index] = 0
                 _set(mask[index], [token])

@@ -216,6 +216,13 @@ def mask_logits(logits: Float[Array, "S V"], mask: Int[Array, "S W"]) -> Float[A
     return keep_allowed(logits, lax.bitcast_convert_type(mask, jnp.uint32))
 
 
+def mask_some_logits(
+    logits: Float[Array, "S V"], rows: Int[Array, "C"], mask: Int[Array, "C W"]
+) -> Float[Array, "S V"]:
+    """The same for some of the rows; S stands for none."""
+    return logits.at[rows].set(mask_logits(logits.at[rows].get(mode="clip"), mask), mode="drop")
+
+
 def prompt_logprobs(
     spec: ModelSpec,
     backend: Backend,

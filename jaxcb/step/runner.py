@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled, Lowered
 from jax.tree_util import PyTreeDef
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jaxcb.errors import ModelError
 from jaxcb.logits_processor import LogitsProcessor
@@ -34,7 +34,7 @@ from jaxcb.step.owners import SlotOwners
 from jaxcb.step.page_mover import PageMover
 from jaxcb.step.program import ForwardResult, StepProgram, compiler_options
 from jaxcb.step.program_store import ProgramStore
-from jaxcb.step.samplers import Sampled, Samplers, Wanted
+from jaxcb.step.samplers import RowMasks, Sampled, Samplers, Wanted
 from pallas_kernels import native
 from pallas_kernels.metadata import Backend
 from pallas_kernels.platform import platform
@@ -109,7 +109,8 @@ class Runner:
         self._owners = SlotOwners(shape.num_slots + 1)
         self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors)
         kv = jax.ShapeDtypeStruct(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))
-        self._kv = jax.jit(functools.partial(_empty_pages, kv, backend))()
+        self._empty_pages = jax.jit(functools.partial(_empty_pages, kv, backend)).lower().compile()
+        self._kv: Array = self._empty_pages()
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if platform() == "cpu" else params["embed"]["embedding"].dtype
         self._processed_logprobs = processed_logprobs
@@ -123,7 +124,6 @@ class Runner:
             processors=processors,
         )
         self._change: Compiled | None = None
-        self._empty_pages: Compiled | None = None
         self._mover = PageMover(self._kv, shape.num_host_pages, backend, transfers=shape.transfers)
 
     def compile(self, cache: Path, *, progress: bool = True) -> None:
@@ -157,9 +157,9 @@ class Runner:
         wanted = Wanted(self._owners.tier_of(sampling_slots), self._owners.asked_logprobs(sampling_slots))
         return Forwarded(plan, bucket, result, wanted, launched_s)
 
-    def sample(self, step: Forwarded, mask: Int[np.ndarray, "S W"] | None = None) -> InFlight:
-        """Start the second program. ``mask``: bit i of word w of a row is 0 where its grammar forbids id 32 w + i."""
-        self._state, sampled = self._samplers.sample(self.params, step.result, step.plan, step.wanted, mask)
+    def sample(self, step: Forwarded, masks: RowMasks | None = None) -> InFlight:
+        """Start the second program. ``masks``: of the rows that are held to a grammar."""
+        self._state, sampled = self._samplers.sample(self.params, step.result, step.plan, step.wanted, masks)
         return InFlight(step.plan, step.bucket, sampled, step.launched_s)
 
     def set_params(self, params: Params) -> None:
@@ -188,7 +188,6 @@ class Runner:
 
     def take_pages(self) -> None:
         """Take it again; the pages hold nothing."""
-        assert self._empty_pages is not None, "compile() comes first"
         self._kv = self._empty_pages()
 
     def move_pages(self, moves: PageMoves | None) -> None:
@@ -257,8 +256,6 @@ class Runner:
             functools.partial(jax.jit(apply_changes, donate_argnums=0).lower, state, change, change),
             functools.partial(setattr, self, "_change"),
         )
-        empty = jax.jit(functools.partial(_empty_pages, kv, self.backend), out_shardings=kv.sharding)
-        yield Job("empty pages", empty.lower, functools.partial(setattr, self, "_empty_pages"))
         yield from self._mover.jobs()
 
 

@@ -33,6 +33,7 @@ from jaxcb.step.program import (
     Pooled,
     compiler_options,
     mask_logits,
+    mask_some_logits,
     pool,
     prompt_logprobs,
     sample_step,
@@ -98,6 +99,18 @@ class Wanted(NamedTuple):
     """As in :class:`Sampled`."""
 
 
+class RowMasks(NamedTuple):
+    """What grammars allow in some rows of a step; the other rows may sample anything."""
+
+    rows: list[int]
+    words: Int[np.ndarray, "C W"]
+    """Bit i of word w is 0 where id 32 w + i is forbidden."""
+
+
+MASKED_ROWS = (4, 16, 64)
+"""Masks of the rows that have one are uploaded, padded to the next of these, or to all rows."""
+
+
 class Samplers:
     """One set for each number of rows.
 
@@ -124,7 +137,7 @@ class Samplers:
         self._set_processors: Compiled | None = None
         self._spec, self._backend, self._controls = spec, backend, controls
         self._dtype, self._processed, self._deterministic = logits_dtype, processed, deterministic
-        self._mask: dict[int, Compiled] = {}
+        self._mask: dict[tuple[int, int], Compiled] = {}
         self._sample: dict[tuple[int, Tier], Compiled] = {}
         self._logprobs: dict[tuple[int, bool], Compiled] = {}
         self._prompt: dict[tuple[int, bool], Compiled] = {}
@@ -154,8 +167,11 @@ class Samplers:
                 program = jax.jit(step, donate_argnums=0, compiler_options=options)
                 job = _job(f"sample {tier.name.lower()} {S}", program, (state, logits, part), self._sample, (S, tier))
                 yield job._replace(stored=not self._processors)
-            mask = array((S, -(-V // 32)), jnp.int32)
-            yield _job(f"mask {S}", jax.jit(mask_logits, compiler_options=options), (logits, mask), self._mask, S)
+            for C in _mask_sizes(S):
+                mask = array((C, -(-V // 32)), jnp.int32)
+                program = jax.jit(mask_logits if C == S else mask_some_logits, compiler_options=options)
+                masked = [] if C == S else [array((C,), jnp.int32)]
+                yield _job(f"mask {C} of {S}", program, (logits, *masked, mask), self._mask, (S, C))
             kept = array((S, V), jnp.float32 if self._processed else self._dtype)
             for every in (False, True):
                 program = jax.jit(
@@ -228,13 +244,13 @@ class Samplers:
         forward: ForwardResult,
         plan: StepPlan,
         wanted: Wanted,
-        mask: Int[np.ndarray, "S W"] | None = None,
+        masks: RowMasks | None = None,
     ) -> tuple[SlotState, Sampled]:
-        """Sample a step's rows, under a mask if one is given, and start the copies to the host."""
+        """Sample a step's rows, under masks if some are given, and start the copies to the host."""
         logits, hidden = forward.logits, forward.hidden
         S = logits.shape[0]
         sample = self._sample[S, wanted.tier]
-        masked = logits if mask is None else self._mask[S](logits, mask)
+        masked = logits if masks is None or not masks.rows else self._masked(logits, masks)
         state, token_ids, drawn_from = sample(forward.state, masked, forward.sample_part)
         source = logits if drawn_from is None else drawn_from
         num_rows = np.int32(plan.num_rows)
@@ -247,6 +263,17 @@ class Samplers:
                 if isinstance(array, jax.Array):
                     array.copy_to_host_async()
         return state, Sampled(token_ids, logprobs, prompt, pooled)
+
+    def _masked(self, logits: Float[Array, "S V"], masks: RowMasks) -> Float[Array, "S V"]:
+        S, count = logits.shape[0], len(masks.rows)
+        C = next(size for size in _mask_sizes(S) if size >= count)
+        words = np.full((C, masks.words.shape[1]), -1, np.int32)
+        if C == S:
+            words[masks.rows] = masks.words
+            return self._mask[S, C](logits, words)
+        rows = np.full(C, S, np.int32)
+        words[:count], rows[:count] = masks.words, masks.rows
+        return self._mask[S, C](logits, rows, words)
 
     def _pooled(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan, S: int) -> list[PooledPiece]:
         """One program for all chunks of a step whose prompts are to be embedded."""
@@ -305,6 +332,11 @@ def _on_host(values: RowLogprobs, token_ids: list[int], rows: slice, k: int | No
         top_ids = np.asarray(values.top_ids)[rows]
     everything = Logprobs(np.asarray(token_ids, np.int32), chosen, ranks, top_ids, top)
     return everything if k is None or k < 0 else everything.limited(k)
+
+
+def _mask_sizes(num_rows: int) -> list[int]:
+    """Numbers of masks that programs over that many rows are compiled for."""
+    return [*(size for size in MASKED_ROWS if size < num_rows), num_rows]
 
 
 def _job(name: str, program: Any, arguments: tuple[Any, ...], kept: dict[Any, Compiled], key: Any) -> Job:

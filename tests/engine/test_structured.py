@@ -72,6 +72,35 @@ def test_answers_of_random_schemas_are_valid_whatever_shares_the_batch(make_engi
         assert len(output.token_ids) == 60
 
 
+def test_masks_are_filled_while_the_forward_runs_and_are_of_the_rows_that_have_one(make_engines, monkeypatch):
+    """Before the sampler, after the forward was launched, which nobody waits for."""
+    engine: Engine = make_engines()
+    core, log = engine._core, []
+
+    def logged(owner, name, note):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: log.append((name, *note(args))) or real(*args))
+
+    logged(core.runner, "forward", lambda args: (args[0].num_rows,))
+    logged(core.runner, "sample", lambda args: () if len(args) < 2 else (tuple(args[1].rows), len(args[1].words)))
+    logged(core.constraints, "masks", lambda args: (len(args[0]),))
+    free = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
+    params = [
+        free,
+        held_to({"max_tokens": 12}, regex="[a-z ]+"),
+        free,
+        held_to({"max_tokens": 12}, regex="[A-Z]+"),
+        free,
+    ]
+    complete(engine, [prompt(i) for i in range(5)], params)
+    steps = [log[at : at + 3] for at, entry in enumerate(log) if entry[0] == "forward" and log[at + 1][0] == "masks"]
+    assert len(steps) >= 11
+    for forward, masks, sample in steps:
+        assert (forward[0], masks[0], sample[0]) == ("forward", "masks", "sample")
+        assert len(sample[1]) == sample[2] <= masks[1] <= 2
+    assert {forward[1] for forward, _, _ in steps} >= {5} and max(sample[2] for *_, sample in steps) == 2
+
+
 RECORD = {
     "type": "object",
     "properties": {

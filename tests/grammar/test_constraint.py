@@ -159,7 +159,7 @@ def test_a_tokenizer_that_knows_more_ids_than_the_model_is_cut_to_the_model_s() 
     tokenizer = byte_level()
     small = GrammarCompiler(tokenizer, 100, [1])
     constraint = compiled(small, regex="[a-z]+").constraint([1], takes_forced=False)
-    mask = Masks(tokenizer.vocab_size).fill(1, [(0, constraint, 0)], 100)
+    mask = Masks(tokenizer.vocab_size).fill([(constraint, 0)], 100)
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     assert tokenizer.decode(allowed[allowed < 100].tolist()) == "abcdefghijklmnopqrstuvwxyz"
     assert mask.shape == (1, 4)

@@ -17,9 +17,8 @@ VOCABULARY = 400
 
 def allowed_ids(constraint: Constraint, ahead: int = 0) -> list[int]:
     """What may be sampled as the answer's next token, or ``ahead`` forced tokens later."""
-    mask = Masks(VOCABULARY).fill(2, [(1, constraint, constraint.position + ahead)], VOCABULARY)
-    assert (mask[0] == -1).all(), "rows without a constraint may sample anything"
-    bits = np.unpackbits(mask[1].view(np.uint8), bitorder="little")
+    [mask] = Masks(VOCABULARY).fill([(constraint, constraint.position + ahead)], VOCABULARY)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return np.flatnonzero(bits[:VOCABULARY]).tolist()
 
 

@@ -16,7 +16,7 @@ from jaxcb.sampling.sampler import NOTHING
 from jaxcb.sizing import PROMPT_ROWS, logprobs_bytes
 from jaxcb.step.batch import SlotState, sample_size
 from jaxcb.step.controls import ControlLayout
-from jaxcb.step.program import mask_logits, prompt_logprobs, sample_step, token_logprobs
+from jaxcb.step.program import mask_logits, mask_some_logits, prompt_logprobs, sample_step, token_logprobs
 
 SPEC = ModelSpec(
     family="llama",
@@ -57,6 +57,18 @@ def test_a_mask_forbids_the_ids_whose_bits_are_0():
     mask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     logits = np.asarray(mask_logits(jnp.ones((3, V), jnp.bfloat16), jnp.asarray(mask)))
     assert ((logits == 1) == bits[:, :V]).all() and np.isneginf(logits[bits[:, :V] == 0].astype(np.float32)).all()
+
+
+def test_masks_of_some_rows_leave_the_others_alone():
+    V, rng = 70, np.random.default_rng(1)
+    bits = rng.integers(0, 2, (4, 96)).astype(np.uint8)
+    mask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    logits = rng.standard_normal((6, V)).astype(np.float32)
+    wanted = logits.copy()
+    for row, allowed in ((5, bits[0]), (2, bits[1])):
+        wanted[row, allowed[:V] == 0] = -np.inf
+    masked = mask_some_logits(jnp.asarray(logits), jnp.array([5, 2, 6, 6]), jnp.asarray(mask))
+    np.testing.assert_array_equal(np.asarray(masked), wanted)
 
 
 @pytest.mark.parametrize("tier", [Tier.GREEDY, Tier.FULL])
