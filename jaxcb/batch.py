@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from jaxcb.errors import ConfigError, EngineStoppedError, JaxcbError
+from jaxcb.gather import RETRY_S
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 OPEN_AT_ONCE = 512
 """Requests in the engine."""
 QUEUE_FULL = 429
-RETRY_S = 0.05
-"""Between two tries of a line that found ``--max-waiting`` requests before it."""
 _OF_A_SERVER = ("host", "port", "api-key", "admin-api-key", "allowed-origins", "drain-timeout", "log-level", "profile")
 """Flags of ``python -m jaxcb.serve`` that say nothing about an answer. Its file and environment may hold them."""
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")

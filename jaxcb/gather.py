@@ -1,4 +1,4 @@
-"""gather: many things done by a coroutine, a bounded number at a time."""
+"""Many things done by a coroutine, a bounded number at a time; and what waits for room in an engine's queue."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from jaxcb.errors import QueueFullError
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+RETRY_S = 0.05
+"""Between two tries of a request that found an engine's queue full (``max_waiting``), of other callers' requests."""
 
 
 async def gather(items: Sequence[Item], work: Callable[[Item], Awaitable[Result]], *, at_once: int) -> list[Result]:
@@ -30,3 +34,12 @@ async def gather(items: Sequence[Item], work: Callable[[Item], Awaitable[Result]
     if failures:
         raise failures[0]
     return [results[index] for index in range(len(items))]
+
+
+async def when_accepted(submit: Callable[[], Result]) -> Result:
+    """``submit()``, as soon as the engine's queue has room."""
+    while True:
+        try:
+            return submit()
+        except QueueFullError:
+            await asyncio.sleep(RETRY_S)

@@ -34,7 +34,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine, OutputStream, beams
 from jaxcb.engine.beams import check_beams
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
-from jaxcb.gather import gather
+from jaxcb.gather import RETRY_S, gather, when_accepted
 from jaxcb.request import FinishReason, Request, RequestOutput, SamplingParams, best_choices
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -42,8 +42,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _OPEN_AT_ONCE = 1024
 """Prompts that the engine has at a time, enough to keep every slot filled; the rest isn't even tokenized yet."""
-RETRY_S = 0.05
-"""Between two tries of a prompt that found the engine's queue full (``max_waiting``), of other callers' requests."""
 _ids = itertools.count()
 _shared: Engine | None = None
 _starting = threading.Lock()
@@ -114,8 +112,7 @@ async def generate_async(
         try:
             request = await asyncio.to_thread(_ready_request, running, many[index], params, f"prompts[{index}]")
             _check_queue(running, request)
-            while (streams := _submitted(running, request)) is None:
-                await asyncio.sleep(RETRY_S)
+            streams = await when_accepted(lambda: running.submit_choices(request))
         except RequestError as error:
             refusals.append(error)
             output = _refused(error)
@@ -131,14 +128,6 @@ async def generate_async(
     with _Bar(len(many), progress) as bar:
         outputs = await gather(range(len(many)), one, at_once=_OPEN_AT_ONCE)
     return _results(outputs, refusals)
-
-
-def _submitted(engine: Engine, request: Request) -> list[OutputStream] | None:
-    """None where the engine's queue is full."""
-    try:
-        return engine.submit_choices(request)
-    except QueueFullError:
-        return None
 
 
 def _check_queue(engine: Engine, request: Request) -> None:

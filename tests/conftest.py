@@ -49,6 +49,19 @@ def _skip_native(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def plugin() -> Path:
+    """Folder of the CUDA plug-in, with which programs are compiled for a GPU without one. ``JAXCB_CUDA_PLUGIN`` names
+    one that is there; the test is skipped where there is none and no registry has it."""
+    from pallas_kernels.deviceless import NoPluginError, install_plugin
+
+    named = os.environ.get("JAXCB_CUDA_PLUGIN")
+    try:
+        return install_plugin(Path(named) if named else None)
+    except NoPluginError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def builtin_model() -> Path:
     """Directory of the built-in model in the cache (JAXCB_CACHE); fetched when it isn't there."""
     from jaxcb.weights import resolve

@@ -5,7 +5,6 @@ Each computes its prompt and one token that nobody reads.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 import time
@@ -19,7 +18,7 @@ from jaxtyping import Float
 from jaxcb import validation
 from jaxcb.engine.stream import OutputStream
 from jaxcb.errors import EngineStoppedError, QueueFullError, RequestError
-from jaxcb.gather import gather
+from jaxcb.gather import RETRY_S, gather, when_accepted
 from jaxcb.request import Pooling, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 Text = str | Sequence[int]
 """Or its token ids."""
 _OPEN_AT_ONCE = 1024
-_RETRY_S = 0.05
-"""Between two tries of a request that found the engine's queue full."""
 _ids = itertools.count()
 _READ = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 _SCORED = dataclasses.replace(_READ, prompt_logprobs=0)
@@ -142,7 +139,7 @@ def complete(engine: Engine, requests: Sequence[Request]) -> Iterable[RequestOut
                 try:
                     streams.append(engine.submit_blocking(left[0]))
                 except QueueFullError:
-                    time.sleep(0.0 if streams else _RETRY_S)
+                    time.sleep(0.0 if streams else RETRY_S)
                     break
                 left.popleft()
             if streams:
@@ -158,13 +155,7 @@ async def complete_async(engine: Engine, requests: Sequence[Request]) -> list[Re
         engine.check_request(request)
 
     async def one(request: Request) -> RequestOutput:
-        while True:
-            try:
-                opened = engine.submit(request)
-                break
-            except QueueFullError:
-                await asyncio.sleep(_RETRY_S)
-        async with opened as stream:
+        async with await when_accepted(lambda: engine.submit(request)) as stream:
             last: RequestOutput | None = None
             async for output in stream:
                 last = output

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from bench.audit import Audited, promises
 from bench.audit_cases import MODELS, Case, floor_of, spec_of, splits_of, traffic_of
 from bench.hlo import Kernel, Shape
 from jaxcb.step.buckets import Bucket
-from pallas_kernels.deviceless import NoPluginError, install_plugin
 
 SPEC = spec_of("llama-3.1-8b", 4)
 DECODE = Case(Bucket(32, 32, True), 1024)
@@ -114,15 +111,6 @@ def test_a_decode_moves_its_contexts_and_a_prompt_itself():
     decodes = {(entry.kernel, entry.dims): entry for entry in traffic_of(SPEC, DECODE, "h200", 1000, 16, 64)}
     assert decodes["rope_and_write_kv", (32, 48, 128)].read == 32 * 16 * 256, "keys and values"
     assert decodes["decode_attention", (32, 48, 128)].read == 32 * 32 * 256, "queries"
-
-
-@pytest.fixture(scope="module")
-def plugin() -> Path:
-    named = os.environ.get("JAXCB_CUDA_PLUGIN")
-    try:
-        return install_plugin(Path(named) if named else None)
-    except NoPluginError as error:
-        pytest.skip(str(error))
 
 
 def request(model: str, **changes: Any) -> dict[str, Any]:

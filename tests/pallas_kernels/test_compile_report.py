@@ -5,25 +5,13 @@ Skipped where the CUDA plug-in can't be installed (no registry). ``JAXCB_CUDA_PL
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pallas_kernels.compile_report import problems, report
-from pallas_kernels.deviceless import NoPluginError, install_plugin
 
 pytestmark = pytest.mark.xdist_group("compile_report")
-
-
-@pytest.fixture(scope="module")
-def plugin() -> Path:
-    named = os.environ.get("JAXCB_CUDA_PLUGIN")
-    try:
-        return install_plugin(Path(named) if named else None)
-    except NoPluginError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.slow
