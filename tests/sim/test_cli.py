@@ -1,5 +1,7 @@
 import importlib.util
+import io
 import json
+import sys
 
 import pytest
 
@@ -18,6 +20,15 @@ def test_a_run_prints_a_table(capsys):
     )
     assert "finished     5 of 5 requests in" in out
     assert all(name in out for name in ("TTFT, ms", "TPOT, ms", "ITL, ms", "latency, s", "0 preemptions"))
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_terminal_sees_how_far_a_run_has_come(monkeypatch, shown):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(SMALL if not shown else SMALL[:-1]) == 0
+    assert ("/5 [" in terminal.getvalue() and "request/s" in terminal.getvalue()) is shown
 
 
 def test_json_is_one_object_with_what_was_asked_and_what_came_out(capsys):
