@@ -19,6 +19,7 @@ from jaxcb.grammar.tag_fields import (
     Format,
     check_apart,
     check_fields,
+    check_prefixes,
     count_of,
     flag_of,
     list_of,
@@ -183,7 +184,10 @@ class _Translator:
             if len(own) > 1:
                 refuse(f"{where}.end", "holds an empty string beside others")
             return self._of(wanted["content"], f"{where}.content", ends)
-        return self._lark.closed(self._of(wanted["content"], f"{where}.content", own), ends)
+        content = wanted["content"]
+        if not isinstance(content, Mapping) or content.get("type") != "any_text":
+            check_prefixes(own, f"{where}.end")
+        return self._lark.closed(self._of(content, f"{where}.content", own), ends)
 
     def tags_with_separator(self, wanted: Format, where: str, ends: Sequence[str]) -> Piece:
         check_fields(wanted, where, required=("tags", "separator"), optional=("at_least_one", "stop_after_first"))

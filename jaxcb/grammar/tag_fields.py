@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,14 +18,21 @@ Format = Mapping[str, Any]
 
 def check_apart(texts: Sequence[str], where: str) -> None:
     """Of two texts that are looked for, the longer one would never be found if it held the other."""
-    for index, text in enumerate(texts):
-        for other in [*texts[:index], *texts[index + 1 :]]:
-            if text in other:
-                refuse(
-                    where,
-                    f"looks for {validation.shown(text)} and for {validation.shown(other)}, which holds it: triggers, "
-                    "exclusions and the end of the tag around them must not hold each other",
-                )
+    for text, other in itertools.permutations(texts, 2):
+        if text in other:
+            refuse(
+                where,
+                f"looks for {validation.shown(text)} and for {validation.shown(other)}, which holds it: triggers, "
+                "exclusions and the end of the tag around them must not hold each other",
+            )
+
+
+def check_prefixes(ends: Sequence[str], where: str) -> None:
+    """Of two ends of one tag: where one begins with the other, llguidance's lexer, which is greedy, would take the
+    longer one, or begin it and fail where the text goes on otherwise."""
+    for end, other in itertools.permutations(dict.fromkeys(ends), 2):
+        if other.startswith(end):
+            refuse(where, f"holds {validation.shown(end)} and {validation.shown(other)}, which begins with it")
 
 
 def check_tag(tag: Any, where: str) -> None:

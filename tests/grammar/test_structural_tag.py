@@ -51,6 +51,7 @@ FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "grammar", "grammar": 'root ::= "b" | "c"'}, ["b", "c"], ["a", "bc"]),
     ({"type": "grammar", "grammar": 'start: "b" | "c"'}, ["b", "c"], ["a", "bc"]),
     ({"type": "any_text", "excludes": ["zz"]}, ["", "zaz"], ["zz", "azzb"]),
+    (tag("<t>", TEXT, ["</t", "</t>"]), ["<t></t", "<t>x</t"], ["<t>x</t>"]),
     (tag("<t>", TEXT, ["</t>", "</u>"]), ["<t></t>", "<t>x</u>", "<t></t</t>"], ["<t>x</u></t>", "<t>"]),
     (
         {"type": "sequence", "elements": [tag("<t>", TEXT, "</t>"), DIGIT]},
@@ -245,6 +246,8 @@ def test_the_older_notation_means_triggered_tags(compiler: GrammarCompiler) -> N
             {"type": "tags_with_separator", "separator": ",", "tags": [tag("<a", DIGIT, ""), tag("<", DIGIT, "")]},
             r"tags\[0\]\.begin begins with .*tags\[1\]",
         ),
+        (tag("<a>", DIGIT, ["<<>", "<"]), r"format\.end holds '<' and '<<>', which begins with it"),
+        (calls(tags=[tag("<f=", DIGIT, ["<", "<<"])]), r"tags\[0\]\.end holds '<' and '<<'"),
         (calls(at_least_one=1), "at_least_one must be true or false"),
         (tag("(", calls(), "<"), "must not hold each other"),
         ({"type": "dispatch", "rules": [["a"]]}, r"rules\[0\] must be"),
