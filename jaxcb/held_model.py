@@ -12,9 +12,10 @@ class HeldModel:
 
     Arguments:
         spec: the :class:`jaxcb.models.ModelSpec` of the parameters.
-        params: as the decoder has them (layout: jaxcb/models/decoder.py), and then the engine uses these very arrays;
-            or an nnx model or a nested dict whose names are those of a Hugging Face checkpoint of the family, and then
-            what the decoder has fused (q, k and v; gate and up) is copied.
+        params: as the decoder has them (layout: jaxcb/models/decoder.py), and then the engine uses these very arrays
+            (the native CPU kernels: a copy in a layout of their own); or an nnx model or a nested dict whose names are
+            those of a Hugging Face checkpoint of the family, and then what the decoder has fused (q, k and v; gate and
+            up) is copied.
         tokenizer: a :class:`jaxcb.text.Tokenizer`; None where prompts are token ids, and answers are read as such:
             their text is empty.
         name: what answers call it.

@@ -59,15 +59,15 @@ class Engine:
         config: EngineConfig,
         sampling_defaults: Mapping[str, Any] | None = None,
     ):
-        """An engine over weights that the caller holds; they are used in place, not copied. Call :meth:`compile`,
-        then :meth:`run`, or use :meth:`start`, which loads a model and does both."""
+        """An engine over weights that the caller holds; the native CPU kernels take a copy in their own layout, others
+        use them in place. Call :meth:`compile`, then :meth:`run`; :meth:`start` loads a model and does both."""
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
         """Fields of SamplingParams for what an HTTP request, or a call without SamplingParams, leaves out."""
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
-        params = prepared(params, config)
+        params = prepared(params, spec, config)
         self._scheduler = scheduler_of(self.config, spec)
         self._runner = Runner(
             spec,
@@ -354,8 +354,8 @@ class Engine:
         self._inbox.resume()
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
-        """Compute with other weights of the same model from the next step on; the arrays are shared, not copied. Every
-        prefix is forgotten.
+        """Compute with other weights of the same model from the next step on; every prefix is forgotten. The arrays are
+        shared, not copied, but by the native CPU kernels, which have a layout of their own.
 
         Arguments:
             params: as for :class:`jaxcb.held_model.HeldModel`.
@@ -368,7 +368,7 @@ class Engine:
         """
         if running not in ("keep", "restart"):
             raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
-        new = prepared(held_params(self.spec, params), self.config)
+        new = prepared(held_params(self.spec, params), self.spec, self.config)
 
         def swap() -> None:
             self._runner.set_params(new)

@@ -2,7 +2,8 @@
 
 Parameters are flax nnx modules, which say what exists, in which shape and how it is initialised. At load they are
 split once into a plain nested dict of arrays, one entry a layer, which is what every jitted step takes: no nnx object
-crosses a jit boundary. Weights are stored [out, in] as in checkpoints, q/k/v and gate/up fused.
+crosses a jit boundary. Weights are stored [out, in] as in checkpoints, q/k/v and gate/up fused;
+the native CPU kernels take the same dict with its kernels in panels (jaxcb/weights/panels.py).
 
     {"embed": {"embedding": [V, E]}, "final_norm": {"scale": [E]}, "lm_head": {"kernel": [V, E]},   no lm_head if tied
      "layers": {0: {"input_norm": {"scale": [E]}, "qkv": {"kernel": [(H + 2K) D, E], "bias": [(H + 2K) D]},

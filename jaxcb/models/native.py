@@ -33,7 +33,8 @@ def apply_layers(
     batch: native.Tables,
     in_tiles: InTiles = directly,
 ) -> tuple[Float[Array, "T E"], KV]:
-    """As :func:`jaxcb.models.decoder.apply_layers`, attention and KV write included. Padding rows come out as 0.
+    """As :func:`jaxcb.models.decoder.apply_layers`, attention and KV write included, of parameters in panels
+    (jaxcb/weights/panels.py). Padding rows come out as 0.
 
     The kernels give a row the same bits in any company; ``in_tiles`` is for what XLA computes, the angles.
     """
@@ -42,20 +43,22 @@ def apply_layers(
     cos, sin = in_tiles(functools.partial(rope_tables, spec.rope, spec.head_dim), positions)
     windows = jnp.asarray([window or 0 for window in spec.windows], jnp.int32)
 
-    def product(name: str, norm: str | None = None) -> Callable[..., Float[Array, "T O"]]:
+    def product(name: str, num_outputs: int, norm: str | None = None) -> Callable[..., Float[Array, "T O"]]:
         linear = [layer[name] for layer in layers]
         return functools.partial(
             native.product,
             kernels=[part["kernel"] for part in linear],
             scales=[part["scale"] for part in linear] if "scale" in linear[0] else None,
             biases=[part["bias"].astype(jnp.float32) for part in linear] if "bias" in linear[0] else None,
+            num_outputs=num_outputs,
             norms=None if norm is None else [layer[norm]["scale"] for layer in layers],
             eps=spec.rms_norm_eps,
             num_rows=num_rows,
         )
 
-    qkv, o = product("qkv", "input_norm"), product("o")
-    gate_up, down = product("gate_up", "post_norm"), product("down")
+    E, F = spec.hidden_size, spec.intermediate_size
+    qkv, o = product("qkv", spec.q_size + 2 * spec.kv_size, "input_norm"), product("o", E)
+    gate_up, down = product("gate_up", F, "post_norm"), product("down", E)
     q_norms, k_norms = (_stacked(layers, name) if spec.qk_norm else None for name in ("q_norm", "k_norm"))
 
     def one_layer(index: Int[Array, ""], carry: tuple[Array, KV]) -> tuple[Array, KV]:
@@ -76,7 +79,11 @@ def apply_layers(
         x = o(attended, layer=index, residual=x)
         return down(gate_up(x, layer=index, activation="silu"), layer=index, residual=x), kv
 
-    x = jnp.take(params["embed"]["embedding"], token_ids, axis=0, mode="clip").astype(jnp.float32)
+    embedding = params["embed"]["embedding"]
+    if embedding.ndim == 3:
+        x = native.take_rows(embedding, token_ids)
+    else:
+        x = jnp.take(embedding, token_ids, axis=0, mode="clip").astype(jnp.float32)
     return lax.fori_loop(0, spec.num_layers, one_layer, (x, kv))
 
 
@@ -88,6 +95,7 @@ def apply_head(
     return native.product(
         hidden,
         [head["kernel"]],
+        num_outputs=spec.vocab_size,
         scales=[head["scale"]] if "scale" in head else None,
         norms=[params["final_norm"]["scale"]],
         eps=spec.rms_norm_eps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
 from jaxcb.weights.held import held_params, no_tokenizer
 from jaxcb.weights.memory import Arena
+from jaxcb.weights.panels import in_panels, multiplied, packed, panels_of
 from jaxcb.weights.quantize import quantize
 from jaxcb.weights.resolve import ModelFiles, resolve
 from jaxcb.weights.safetensors_source import SafetensorsSource
@@ -62,7 +63,10 @@ def load(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
     dtype = config.dtype
     if dtype == "auto":
         dtype = default_dtype(jax.default_backend(), native=native.usable(config.backend))
-    params = prepared(load_params(files, spec, jnp.dtype(dtype), progress=progress), config)
+    as_read = config.quantization is None and not config.fast_norm  # else what was read becomes other numbers first
+    panels = as_read and _multiplies_panels(config, spec, jnp.dtype(dtype))
+    params = load_params(files, spec, jnp.dtype(dtype), progress=progress, panels=panels)
+    params = prepared(params, spec, config)
     return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer, sampling_defaults=defaults)
 
 
@@ -71,16 +75,24 @@ def _held(model: HeldModel, config: EngineConfig) -> LoadedModel:
     dtype = params["embed"]["embedding"].dtype
     if config.dtype not in ("auto", dtype.name):
         raise ModelError(f"the params are {dtype.name}, and dtype asks for {config.dtype}: leave it out")
-    params = prepared(params, config)
+    params = prepared(params, model.spec, config)
     tokenizer = no_tokenizer(model.spec) if model.tokenizer is None else model.tokenizer
     return LoadedModel(name=model.name, spec=model.spec, params=params, tokenizer=tokenizer, sampling_defaults={})
 
 
-def prepared(params: Params, config: EngineConfig) -> Params:
+def prepared(params: Params, spec: ModelSpec, config: EngineConfig) -> Params:
     """Parameters in the form that the engine computes with; those that have it already stay as they are."""
+    dtype = params["embed"]["embedding"].dtype
     if config.quantization is not None:
         params = quantize(params)
-    return fold_norms(params) if config.fast_norm else params
+    if config.fast_norm:
+        params = fold_norms(params)
+    return in_panels(params) if _multiplies_panels(config, spec, dtype) else params
+
+
+def _multiplies_panels(config: EngineConfig, spec: ModelSpec, dtype: jnp.dtype) -> bool:
+    """Whether the native kernels will run the model."""
+    return native.usable(config.backend) and native.why_not(spec, dtype) is None
 
 
 def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat16"]:
@@ -97,7 +109,9 @@ def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat1
     return "bfloat16" if cpuinfo.is_file() and "avx512_bf16" in cpuinfo.read_text().split() else "float32"
 
 
-def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype, *, progress: bool = False) -> Params:
+def load_params(
+    files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype, *, progress: bool = False, panels: bool = False
+) -> Params:
     """Read the weights into a nested dict of arrays on the default device, one parameter at a time.
 
     Arguments:
@@ -105,6 +119,7 @@ def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype, *, progres
         spec: what must be there.
         dtype: dtype of the result; norm scales are float32 whatever it is.
         progress: show a bar, after a second.
+        panels: in the layout of the native kernels, as :func:`jaxcb.weights.panels.in_panels` has it.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing or has the wrong shape.
@@ -112,26 +127,29 @@ def load_params(files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype, *, progres
     if files.format == "orbax":
         from jaxcb.weights import checkpoint
 
-        return checkpoint.restore(files.directory, spec, dtype)
+        params = checkpoint.restore(files.directory, spec, dtype)
+        return in_panels(params) if panels else params
     source = SafetensorsSource(files.directory)
-    params: Params = {}
+    params = {}
     used = set()
     parameters = list(families.parameters(spec))
-    place = _placer(parameters, dtype)
+    kernels = {p.path for p in parameters if panels and multiplied(p.path, tied=spec.tie_word_embeddings)}
+    empty = functools.partial(np.empty, dtype=dtype)
+    arena = None
+    if jax.default_backend() == "cpu":  # which computes with weights where they lie
+        weights = [parameter for parameter in parameters if parameter.kind == "weight"]
+        shapes = [panels_of(p.path, p.shape) if p.path in kernels else p.shape for p in weights]
+        arena = Arena(shapes, dtype)
     for parameter in tqdm(parameters, desc="loading", unit="array", delay=1, disable=not progress):
-        array = _assemble(parameter, source, place)
+        if arena is not None and parameter.path in kernels:
+            array = packed(parameter.path, _assemble(parameter, source, empty), arena)
+        else:
+            array = _assemble(parameter, source, empty if arena is None else arena.take)
         families.insert(params, parameter.path, jax.device_put(array))
         used |= {tensor.name for tensor in parameter.sources}
     if unused := sorted(source.names - used):
         logger.debug("%s: %d tensors are not used: %s", files.directory, len(unused), ", ".join(unused[:8]))
     return params
-
-
-def _placer(parameters: Iterable[families.Parameter], dtype: jnp.dtype) -> Callable[[tuple[int, ...]], np.ndarray]:
-    """What gives an array for each weight to be filled. A CPU computes with it where it lies."""
-    if jax.default_backend() != "cpu":
-        return functools.partial(np.empty, dtype=dtype)
-    return Arena([parameter.shape for parameter in parameters if parameter.kind == "weight"], dtype).take
 
 
 def _assemble(

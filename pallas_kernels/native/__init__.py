@@ -6,6 +6,7 @@ Nothing here is compiled or loaded by an import: :func:`load` does it, or says w
 from pallas_kernels.native.build import NativeError
 from pallas_kernels.native.library import Library, load, loaded
 from pallas_kernels.native.ops import WEIGHT_DTYPES, Tables, attention, place_and_attend, product, untouched
+from pallas_kernels.native.panels import panel_shape, take_rows, to_panels
 
 __all__ = [
     "WEIGHT_DTYPES",
@@ -15,7 +16,10 @@ __all__ = [
     "attention",
     "load",
     "loaded",
+    "panel_shape",
     "place_and_attend",
     "product",
+    "take_rows",
+    "to_panels",
     "untouched",
 ]

@@ -83,7 +83,7 @@ def _self_test(path: Path) -> None:
     Raises:
         NativeError: they differ.
     """
-    from pallas_kernels.native import ops
+    from pallas_kernels.native import ops, panels
 
     rng = np.random.default_rng(0)
     x, weights = rng.standard_normal((3, 21), np.float32), rng.standard_normal((13, 21), np.float32)
@@ -93,9 +93,9 @@ def _self_test(path: Path) -> None:
     @jax.jit
     def both(x, weights, q, pages):
         tables = ops.Tables(jnp.array([0, 1]), jnp.array([11]), jnp.array([[1, 0]]))
-        return ops.product(x, [weights]), ops.attention(q, pages, tables, layer=0, num_layers=1)
+        return ops.product(x, [weights], num_outputs=13), ops.attention(q, pages, tables, layer=0, num_layers=1)
 
-    product, attended = (np.asarray(y) for y in both(x, weights, q, pages))
+    product, attended = (np.asarray(y) for y in both(x, panels.to_panels(weights), q, pages))
     keys, values = (np.concatenate([pages[2 + i], pages[i]])[:11, 0] for i in (0, 1))
     scores = np.exp(q[0] @ keys.T / 4)
     wanted = scores @ values / scores.sum(-1, keepdims=True)

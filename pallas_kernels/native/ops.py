@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from pallas_kernels.checks import require, require_array
+from pallas_kernels.native.panels import panel_shape
 
 Activation = Literal["silu", "gelu_tanh"]
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -33,8 +34,9 @@ class Tables(NamedTuple):
 
 def product(
     x: Float[Array, "T I"],
-    kernels: Sequence[Shaped[Array, "O I"]],
+    kernels: Sequence[Shaped[Array, "P I 16"]],
     *,
+    num_outputs: int,
     layer: int | Int[Array, ""] = 0,
     num_rows: int | Int[Array, ""] | None = None,
     scales: Sequence[Float[Array, "O"]] | None = None,
@@ -44,14 +46,15 @@ def product(
     activation: Activation | None = None,
     residual: Float[Array, "T O"] | None = None,
 ) -> Float[Array, "T N"]:
-    """``h @ kernels[layer].T + bias + residual`` in float32, where h is x or its RMS norm.
+    """``h @ kernel.T + bias + residual`` in float32, where h is x or its RMS norm.
 
-    With an activation, the kernel holds gate and up, O = 2N, and the result is ``activation(gate) * up``. A row's
-    bits don't depend on the other rows or on how many there are.
+    With an activation, the kernel holds gate and up, O = 2N, and the result is ``activation(gate) * up``; otherwise
+    O = N. A row's bits don't depend on the other rows or on how many there are.
 
     Arguments:
         x: float32.
-        kernels: one a layer, all of one shape and dtype.
+        kernels: one a layer, all of one shape and dtype, in the panels of :func:`to_panels`.
+        num_outputs: N.
         layer: which of them.
         num_rows: rows that are computed, the others come out as 0; None: all.
         scales: of int8 kernels, by output.
@@ -64,16 +67,15 @@ def product(
         ValueError: a shape or dtype can't be; the message names the argument.
     """
     require_array(x, "x", (None, None), dtypes=("float32",))
-    (T, I), L = x.shape, len(kernels)  # noqa: E741  # the letter of the shape
+    (T, I), L, N = x.shape, len(kernels), num_outputs  # noqa: E741  # the letter of the shape
+    O = N if activation is None else 2 * N  # noqa: E741  # the letter of the shape
     require(L >= 1, "kernels", "at least one", L)
-    O = kernels[0].shape[0]  # noqa: E741  # the letter of the shape
     for kernel in kernels:
-        require_array(kernel, "kernels", (O, I), dtypes=(jnp.dtype(kernels[0].dtype).name,))
-    require_array(kernels[0], "kernels", (O, I), dtypes=WEIGHT_DTYPES)
-    require(activation is None or O % 2 == 0, "kernels", "of an even number of outputs, gate and up", O)
+        shape = panel_shape(O, I, gated=activation is not None)
+        require_array(kernel, "kernels", shape, dtypes=(jnp.dtype(kernels[0].dtype).name,))
+    require_array(kernels[0], "kernels", (None, None, None), dtypes=WEIGHT_DTYPES)
     require(activation is None or residual is None, "residual", "None beside an activation", "an array")
     require((scales is not None) == (kernels[0].dtype == jnp.int8), "scales", "given for int8 kernels alone", scales)
-    N = O if activation is None else O // 2
     if residual is not None:
         require_array(residual, "residual", (T, N), dtypes=("float32",))
     lists = [("scales", scales, O), ("biases", biases, O), ("norms", norms, I)]

@@ -11,15 +11,26 @@ from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, scheduler_of, shape_of
+from jaxcb.models import ModelSpec
+from jaxcb.models.decoder import Params
 from jaxcb.request import FinishReason, Request, SamplingParams
 from jaxcb.scheduler import Scheduler
 from jaxcb.scheduler.replay import replay
 from jaxcb.step.runner import Runner
+from jaxcb.weights.loader import prepared
 from tests.engine.conftest import SPEC, sensitive_params
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PAGE_GIB = 2 * 2 * 16 * 2 * 16 * 4 / 2**30
 """Of a page in the small model, float32."""
+
+
+def runner_of(spec: ModelSpec, params: Params, config: EngineConfig) -> Runner:
+    """Compiled."""
+    params = prepared(params, spec, config)
+    runner = Runner(spec, params, buckets_of(config), shape_of(config), backend_of(config))
+    runner.compile(cache_dir(), progress=False)
+    return runner
 
 
 class Cores:
@@ -37,8 +48,7 @@ class Cores:
             "host_kv_gib": 64 * PAGE_GIB,
         } | changes
         self.config = resolve_config(EngineConfig(**values), SPEC, np.float32)
-        self.runner = Runner(SPEC, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
-        self.runner.compile(cache_dir(), progress=False)
+        self.runner = runner_of(SPEC, params, self.config)
 
     def core(self, **changes) -> EngineCore:
         config = EngineConfig(**{**vars(self.config), **changes})
@@ -204,8 +214,7 @@ def test_pages_behind_the_window_are_given_back_and_the_answer_stays_the_same():
         spec,
         np.float32,
     )
-    runner = Runner(spec, weights, buckets_of(config), shape_of(config), backend_of(config))
-    runner.compile(cache_dir(), progress=False)
+    runner = runner_of(spec, weights, config)
     limits = limits_of(config, spec)
     assert limits.sliding_window == 48
     sampling = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

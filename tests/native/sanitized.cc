@@ -78,12 +78,14 @@ std::unique_ptr<char[]> numbers(int64_t n, Number type) {
 void one_product(Pool& pool) {
   Product p{};
   p.rows = between(1, 60), p.inputs = between(1, 70), p.outputs = 2 * between(1, 60);
+  if (between(0, 9) == 0) p.rows = between(90, 200), p.inputs = between(760, 800);
   p.activation = one_of({Activation::kNone, Activation::kSilu, Activation::kGeluTanh});
   p.weight_type = one_of({Number::kF32, Number::kBF16, Number::kF16, Number::kS8});
   int64_t width = p.activation == Activation::kNone ? p.outputs : p.outputs / 2;
   auto x = floats(p.rows * p.inputs), scales = floats(p.outputs), bias = floats(p.outputs), norm = floats(p.inputs);
   auto residual = floats(p.rows * width), y = floats(p.rows * width);
-  auto weights = numbers(p.outputs * p.inputs, p.weight_type);
+  int64_t panels = p.activation == Activation::kNone ? (p.outputs + 15) / 16 : 2 * ((p.outputs / 2 + 15) / 16);
+  auto weights = numbers(panels * 16 * p.inputs, p.weight_type);
   p.x = x.get(), p.y = y.get(), p.weights = weights.get(), p.eps = 1e-5f;
   p.scales = between(0, 1) ? scales.get() : nullptr;
   p.bias = between(0, 1) ? bias.get() : nullptr;

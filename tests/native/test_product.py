@@ -33,10 +33,17 @@ def exact(x: np.ndarray, weights: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     return x.astype(np.float64) @ w.T, bound + 1e-30
 
 
+def product(x: Any, weights: jax.Array, activation: native.ops.Activation | None = None, **options: Any) -> np.ndarray:
+    """Of a kernel in rows."""
+    kernel = native.to_panels(weights, gated=activation is not None)
+    num_outputs = weights.shape[0] // (1 if activation is None else 2)
+    return np.asarray(native.product(x, [kernel], num_outputs=num_outputs, activation=activation, **options))
+
+
 @settings(deadline=None, max_examples=40)
 @given(
-    rows=st.integers(1, 70),
-    size_in=st.sampled_from([1, 3, 8, 21, 64, 100, 576]),
+    rows=st.integers(1, 70) | st.integers(90, 210),
+    size_in=st.sampled_from([1, 3, 8, 21, 64, 100, 576, 769, 1700]),
     size_out=st.integers(1, 100),
     dtype=st.sampled_from(native.WEIGHT_DTYPES),
     padding=st.integers(0, 3),
@@ -50,7 +57,7 @@ def test_plain_product_of_any_shape(rows, size_in, size_out, dtype, padding, see
         rng.standard_normal(s, np.float32) for s in ((rows + padding, size_out), size_out, size_out)
     )
     scales = [scale] if dtype == "int8" else None
-    got = np.asarray(native.product(x, [weights], num_rows=rows, biases=[bias], residual=residual, scales=scales))
+    got = product(x, weights, num_rows=rows, biases=[bias], residual=residual, scales=scales)
     wanted, bound = exact(x[:rows], weights)
     if scales:
         wanted, bound = wanted * scale, bound * np.abs(scale)
@@ -60,9 +67,10 @@ def test_plain_product_of_any_shape(rows, size_in, size_out, dtype, padding, see
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("rows, size_in, half", [(1, 21, 13), (5, 64, 48), (50, 64, 100)])
+@pytest.mark.parametrize("rows, size_in, half", [(1, 21, 13), (5, 64, 48), (50, 64, 100), (130, 1000, 16)])
 def test_gate_and_up(activation, rows, size_in, half):
     x, weights = inputs(0, rows, size_in, 2 * half, "float32")
+    x /= max(1, size_in / 64)  # sums of about one size
     bias = np.linspace(-2, 2, 2 * half, dtype=np.float32)
     both = x.astype(np.float64) @ np.asarray(weights, np.float64).T + bias
     gate, up = both[:, :half], both[:, half:]
@@ -70,7 +78,7 @@ def test_gate_and_up(activation, rows, size_in, half):
         wanted = gate / (1 + np.exp(-gate)) * up
     else:
         wanted = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
-    got = native.product(x, [weights], biases=[bias], activation=activation)
+    got = product(x, weights, activation, biases=[bias])
     np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
 
@@ -80,31 +88,32 @@ def test_norm_of_the_input(rows):
     scale = np.linspace(0.5, 1.5, 100, dtype=np.float32)
     x64 = x.astype(np.float64)
     wanted = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-5) * scale @ np.asarray(weights, np.float64).T
-    got = native.product(x, [weights], norms=[scale], eps=1e-5)
+    got = product(x, weights, norms=[scale], eps=1e-5)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_traced_layer_picks_its_weights():
     x, _ = inputs(2, 3, 16, 8, "float32")
-    kernels = [inputs(i, 1, 16, 8, "float32")[1] for i in range(3)]
+    kernels = [native.to_panels(inputs(i, 1, 16, 8, "float32")[1]) for i in range(3)]
     biases = [np.full(8, i, np.float32) for i in range(3)]
-    pick = jax.jit(lambda i: native.product(x, kernels, biases=biases, layer=i))
+    pick = jax.jit(lambda i: native.product(x, kernels, num_outputs=8, biases=biases, layer=i))
     for i in range(3):
-        np.testing.assert_array_equal(pick(i), native.product(x, kernels[i : i + 1], biases=biases[i : i + 1]))
+        alone = native.product(x, kernels[i : i + 1], num_outputs=8, biases=biases[i : i + 1])
+        np.testing.assert_array_equal(pick(i), alone)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("size_in", [64, 100])
+@pytest.mark.parametrize("size_in", [64, 1001])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_a_row_has_the_same_bits_in_any_company(dtype, size_in, activation):
-    x, weights = inputs(3, 70, size_in, 120, dtype)
+    x, weights = inputs(3, 200, size_in, 120, dtype)
     norm = np.ones(size_in, np.float32)
 
     def rows_of(x: np.ndarray, **options: Any) -> np.ndarray:
-        return np.asarray(native.product(x, [weights], activation=activation, norms=[norm], **options))
+        return product(x, weights, activation, norms=[norm], **options)
 
-    alone = np.concatenate([rows_of(x[i : i + 1]) for i in range(70)])
-    for count in (2, 3, 4, 5, 8, 13, 27, 28, 29, 30, 31, 70):
+    alone = np.concatenate([rows_of(x[i : i + 1]) for i in range(200)])
+    for count in (2, 3, 4, 5, 6, 7, 8, 13, 31, 95, 96, 97, 193, 200):
         np.testing.assert_array_equal(rows_of(x[:count]).view(np.uint32), alone[:count].view(np.uint32))
         np.testing.assert_array_equal(rows_of(x, num_rows=count)[:count].view(np.uint32), alone[:count].view(np.uint32))
     np.testing.assert_array_equal(rows_of(x[::-1])[::-1].view(np.uint32), alone.view(np.uint32))
@@ -113,7 +122,8 @@ def test_a_row_has_the_same_bits_in_any_company(dtype, size_in, activation):
 def test_calls_from_several_threads_do_not_disturb_each_other():
     x, weights = inputs(4, 60, 100, 120, "bfloat16")
     norm = np.ones(100, np.float32)
-    gated = jax.jit(lambda rows: native.product(rows, [weights], activation="silu", norms=[norm]))
+    kernel = native.to_panels(weights, gated=True)
+    gated = jax.jit(lambda rows: native.product(rows, [kernel], num_outputs=60, activation="silu", norms=[norm]))
     parts = [x[i : i + 30] for i in range(0, 31, 10)]
     wanted = [np.asarray(gated(part)) for part in parts]
     with ThreadPoolExecutor(4) as threads:
@@ -122,21 +132,39 @@ def test_calls_from_several_threads_do_not_disturb_each_other():
                 np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", native.WEIGHT_DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 16, 37])
+def test_rows_come_back_out_of_panels(dtype, num_rows):
+    _, weights = inputs(5, 1, 21, num_rows, dtype)
+    panels = native.to_panels(weights)
+    assert panels.shape == native.panel_shape(num_rows, 21) and panels.dtype == weights.dtype
+    ids = np.array([0, num_rows - 1, num_rows // 2, 0])
+    np.testing.assert_array_equal(native.take_rows(jnp.asarray(panels), ids), weights[ids].astype(jnp.float32))
+    assert not np.asarray(panels.astype(np.float32))[num_rows // 16 + 1 :].any()
+
+
+PANELS = np.zeros((1, 8, 16), np.float32)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"x": np.zeros((2, 8), np.float16)}, "x must be of dtype float32, got float16"),
-        ({"kernels": [np.zeros((4, 9), np.float32)]}, r"kernels must be of shape \[4, 8\], got shape \[4, 9\]"),
-        ({"kernels": [np.zeros((4, 8), np.int32)]}, "kernels must be of dtype float32 or .* got int32"),
+        ({"kernels": [np.zeros((4, 8), np.float32)]}, r"kernels must be of shape \[1, 8, 16\], got shape \[4, 8\]"),
+        ({"kernels": [PANELS], "num_outputs": 17}, r"kernels must be of shape \[2, 8, 16\], got shape \[1, 8, 16\]"),
+        ({"kernels": [PANELS], "activation": "silu"}, r"kernels must be of shape \[2, 8, 16\]"),
+        ({"kernels": [PANELS.astype(np.int32)]}, "kernels must be of dtype float32 or .* got int32"),
         ({"kernels": []}, "kernels must be at least one"),
-        ({"kernels": [np.zeros((4, 8), np.int8)]}, "scales must be given for int8 kernels alone, got None"),
+        ({"kernels": [PANELS.astype(np.int8)]}, "scales must be given for int8 kernels alone, got None"),
         ({"biases": [np.zeros(5, np.float32)]}, r"biases must be of shape \[4\]"),
         ({"norms": [np.zeros(8, np.float32)] * 2}, "norms must be one for each of 1 kernels, got 2"),
-        ({"residual": np.zeros((2, 4), np.float32), "activation": "silu"}, "residual must be None beside"),
-        ({"kernels": [np.zeros((3, 8), np.float32)], "activation": "silu"}, "kernels must be of an even number"),
+        (
+            {"kernels": [np.zeros((2, 8, 16), np.float32)], "residual": PANELS, "activation": "silu"},
+            "residual must be None beside",
+        ),
     ],
 )
 def test_what_can_not_be_is_refused_while_tracing(change, message):
-    arguments = {"x": np.zeros((2, 8), np.float32), "kernels": [np.zeros((4, 8), np.float32)]} | change
+    arguments = {"x": np.zeros((2, 8), np.float32), "kernels": [PANELS], "num_outputs": 4} | change
     with pytest.raises(ValueError, match=message):
         native.product(arguments.pop("x"), arguments.pop("kernels"), **arguments)

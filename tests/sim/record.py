@@ -24,6 +24,7 @@ from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import Scheduler, SchedulerLimits
 from jaxcb.step.runner import Runner
 from jaxcb.weights import load
+from jaxcb.weights.loader import prepared
 
 Lengths = list[tuple[int, int]]
 
@@ -64,6 +65,7 @@ class Machine:
         self._weights = params["embed"]["embedding"].dtype
         self.spec, self.itemsize = spec, self._weights.itemsize
         self.config = self.config_of(config)
+        params = prepared(params, spec, config)
         self.runner = Runner(spec, params, buckets_of(self.config), shape_of(self.config), backend_of(self.config))
         self.runner.compile(cache_dir(), progress=False)
 

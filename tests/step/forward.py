@@ -20,6 +20,7 @@ from jaxcb.step.controls import ControlLayout
 from jaxcb.step.owners import SlotOwners
 from jaxcb.step.program import StepProgram, compiler_options, head_logits
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
+from jaxcb.weights.panels import in_panels
 
 PAGE_SIZE = 16
 MIN_WIDTH = 16
@@ -78,6 +79,8 @@ def _chunks(
     fast_norm: bool = False,
 ) -> Iterator[tuple[np.ndarray, int]]:
     width = max(MIN_WIDTH, 2 ** (len(token_ids) // PAGE_SIZE).bit_length())
+    if backend == "native":
+        params = in_panels(params)
     layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, chunk == 1), width, backend, fast_norm)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
     kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))

@@ -1,4 +1,4 @@
-// A tile of dot products, the inner loop of both products and attention scores.
+// A tile of dot products, the inner loop of attention scores.
 //
 // out[r * C + c] = sum over k of x[r][k] * w[c][k]. Lanes run along k, each (r, c) has one register of partial sums, and
 // sum4 adds its lanes: the order of the additions depends on `size` alone, never on R, C or what else is in the tile.
@@ -8,9 +8,7 @@
 
 namespace jaxcb {
 
-//
-// With kPrefetch the columns stream from memory, the next tile's right after this one's: they are asked for meanwhile.
-template <int R, int C, class W, bool kPrefetch = false>
+template <int R, int C, class W>
 inline void dot_tile(const float* const (&x_rows)[R], const W* const (&w_rows)[C], int64_t size, float* out) {
   static_assert(R * C % 4 == 0 && R <= 4 && C <= 24);
   const float* x[R];
@@ -27,13 +25,6 @@ inline void dot_tile(const float* const (&x_rows)[R], const W* const (&w_rows)[C
   int64_t end = size / kLanes * kLanes;
   for (int pass = 0; pass < 2; pass++) {  // the second one is over what is left, padded with zeros
     for (int64_t k = 0; k < end; k += kLanes) {
-      if constexpr (kPrefetch) {
-        constexpr int64_t kLine = 64 / sizeof(W);
-        if (k % kLine == 0) {
-#pragma GCC unroll 24
-          for (int c = 0; c < C; c++) __builtin_prefetch(w[c] + k + C * size);
-        }
-      }
       if constexpr (R < C) {  // the shorter side is held in registers beside the sums
         F32 rows[R];
 #pragma GCC unroll 4
@@ -72,59 +63,6 @@ inline void dot_tile(const float* const (&x_rows)[R], const W* const (&w_rows)[C
   }
 #pragma GCC unroll 6
   for (int i = 0; i < R * C; i += 4) sum4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3], out + i);
-}
-
-// The same sums, bit for bit, of sizes that kLanes divides. The columns stream from memory, as with kPrefetch, and are
-// left in `panel` as float32, kLanes of each in turn: [size / kLanes][C][kLanes].
-template <int R, int C, class W>
-inline void dot_and_pack(const float* const (&x)[R], const W* const (&w)[C], int64_t size, float* panel, float* out) {
-  static_assert(R * C % 4 == 0);
-  F32 sums[R * C];
-#pragma GCC unroll 24
-  for (int i = 0; i < R * C; i++) sums[i] = zero();
-  for (int64_t k = 0; k < size; k += kLanes, panel += C * kLanes) {
-    constexpr int64_t kLine = 64 / sizeof(W);
-    if (k % kLine == 0) {
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) __builtin_prefetch(w[c] + k + C * size);
-    }
-    F32 columns[C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) store(panel + c * kLanes, columns[c] = load(w[c] + k));
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      F32 row = load(x[r] + k);
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) sums[r * C + c] = fma(row, columns[c], sums[r * C + c]);
-    }
-  }
-#pragma GCC unroll 6
-  for (int i = 0; i < R * C; i += 4) sum4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3], out + i);
-}
-
-// The same sums again, over columns that dot_and_pack() has laid out.
-template <int R, int C>
-inline void dot_packed(const float* const (&x)[R], const float* panel, int64_t size, float* out) {
-  constexpr int kSums = (R * C + 3) / 4 * 4;
-  F32 sums[kSums];
-#pragma GCC unroll 24
-  for (int i = 0; i < kSums; i++) sums[i] = zero();
-  for (int64_t k = 0; k < size; k += kLanes, panel += C * kLanes) {
-    F32 columns[C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) columns[c] = load(panel + c * kLanes);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      F32 row = load(x[r] + k);
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) sums[r * C + c] = fma(row, columns[c], sums[r * C + c]);
-    }
-  }
-  float added[kSums];
-#pragma GCC unroll 6
-  for (int i = 0; i < kSums; i += 4) sum4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3], added + i);
-#pragma GCC unroll 24
-  for (int i = 0; i < R * C; i++) out[i] = added[i];
 }
 
 }  // namespace jaxcb

@@ -39,7 +39,7 @@ bool number_of(ffi::DataType type, Number* number) {
 
 const float* optional(Floats x) { return x.element_count() ? x.typed_data() : nullptr; }
 
-// Operands after the fixed ones: [residual], kernels, [int8 scales], [biases], [norm scales]; each list has one entry a
+// Operands after the fixed ones: [residual], kernels in panels, [int8 scales], [biases], [norm scales]; each list has one entry a
 // layer. Rows from num_rows on are padding: nothing is computed for them, and they come out as 0.
 ffi::Error product(ffi::ThreadPool threads, Floats x, Ints num_rows, Ints layer, ffi::RemainingArgs rest,
                    ffi::Result<Floats> y, int64_t num_layers, bool has_residual, bool has_scales, bool has_bias,
@@ -68,8 +68,8 @@ ffi::Error product(ffi::ThreadPool threads, Floats x, Ints num_rows, Ints layer,
   int64_t all_rows = x.dimensions()[0], width = y->dimensions()[1];
   p.rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, all_rows);
   p.inputs = x.dimensions()[1];
-  p.outputs = kernel.dimensions()[0];
   p.activation = static_cast<Activation>(activation);
+  p.outputs = p.activation == Activation::kNone ? width : 2 * width;
   p.eps = eps;
   XlaPool pool(threads);
   multiply(pool, p);

@@ -1,7 +1,7 @@
-// Products of activations with weights stored [out, in], read in place: y = f(h @ w.T).
+// Products of activations with weights in panels (panels.h): y = f(h @ w.T), w [outputs, inputs].
 //
 //   plain      y [T, N] = h @ w.T (+ bias) (+ residual)
-//   gated      y [T, F] = act(h @ w[:F].T + bias[:F]) * (h @ w[F:].T + bias[F:])
+//   gated      y [T, F] = act(h @ w[:F].T + bias[:F]) * (h @ w[F:].T + bias[F:]); a panel of w[:F], then one of w[F:]
 //
 // h is x, or x normalised by its root mean square and scaled. A row of y depends on its row of x alone, to the bit: not
 // on the other rows, nor on how many there are.
@@ -18,7 +18,7 @@ enum class Activation : int64_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
 struct Product {
   const float* x;         // [rows, inputs]
-  const void* weights;    // [outputs, inputs]
+  const void* weights;    // [panels, inputs, kPanel], the last panel filled up with any numbers
   Number weight_type;
   const float* scales;    // [outputs] of int8 weights, or null
   const float* bias;      // [outputs] or null

@@ -1,5 +1,8 @@
 // The vector layer: one register of float32 lanes, and loads that widen stored numbers to it.
 //
+// load_pairs() takes 16 bfloat16 of which number i and number i + 8 are neighbours: two lie in a word, and widening them
+// costs an operation each.
+//
 // Kernels are written once against these names. A backend for another instruction set is another section of this file.
 // AVX2 + FMA + F16C (x86-64-v3), AVX-512 (x86-64-v4) and NEON; the NEON section has been compiled by nobody yet.
 #pragma once
@@ -37,6 +40,11 @@ inline F32 load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinte
 inline F32 load(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+inline void load_pairs(const bf16* p, F32 (&v)[1]) {
+  __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  __m256i low = _mm256_slli_epi32(pairs, 16), high = _mm256_and_si256(pairs, _mm256_set1_epi32(-65536));
+  v[0] = _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
 inline void store(float* p, F32 a) { _mm512_storeu_ps(p, a); }
 inline F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
 inline F32 add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
@@ -72,6 +80,11 @@ inline F32 load(const bf16* p) {
 inline F32 load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline F32 load(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline void load_pairs(const bf16* p, F32 (&v)[2]) {
+  __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  v[0] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  v[1] = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
 }
 inline void store(float* p, F32 a) { _mm256_storeu_ps(p, a); }
 inline F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
@@ -110,6 +123,13 @@ inline F32 load(const int8_t* p) {
   int32_t four;
   memcpy(&four, p, 4);
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+}
+inline void load_pairs(const bf16* p, F32 (&v)[4]) {
+  for (int i = 0; i < 2; i++) {
+    uint32x4_t pairs = vreinterpretq_u32_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p) + 8 * i));
+    v[i] = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
+    v[2 + i] = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000)));
+  }
 }
 inline void store(float* p, F32 a) { vst1q_f32(p, a); }
 inline F32 fma(F32 a, F32 b, F32 c) { return vfmaq_f32(c, a, b); }

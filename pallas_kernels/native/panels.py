@@ -1,0 +1,65 @@
+"""Weights in panels: the layout in which the native kernels multiply, made from rows once, when a model is loaded.
+
+A kernel [O, I] becomes [P, I, 16]: panel p holds outputs 16 p to 16 p + 15, an input's weights beside each other, so
+that registers run along the outputs and nothing has to be packed in a step. Two bfloat16 lie in a word, outputs i and
+i + 8 of a panel, and are widened by an operation each. Where 16 doesn't divide O, the last panel is filled up with
+zeros. The panels of a gated kernel, gate and up, take turns: what belongs together lies in one run of memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Int, Shaped
+
+PANEL = 16
+
+
+def panel_shape(num_outputs: int, num_inputs: int, *, gated: bool = False) -> tuple[int, int, int]:
+    """Shape of a kernel in panels. ``num_outputs`` counts gate and up."""
+    panels = 2 * -(-num_outputs // 2 // PANEL) if gated else -(-num_outputs // PANEL)
+    return panels, num_inputs, PANEL
+
+
+def to_panels(kernel: Shaped[Any, "O I"], *, gated: bool = False, out: np.ndarray | None = None) -> np.ndarray:
+    """A kernel in panels, of its dtype.
+
+    Arguments:
+        kernel: numpy's, or jax's on the CPU.
+        gated: its first half are gates, its second half what they are multiplied with.
+        out: zeros to fill, of :func:`panel_shape`; None: a new array.
+    """
+    rows = np.asarray(kernel)
+    shape = panel_shape(*rows.shape, gated=gated)
+    if out is None:
+        out = np.zeros(shape, rows.dtype)
+    halves = np.split(rows, 2) if gated else [rows]
+    for index, half in enumerate(halves):
+        # As plain integers: numpy copies other packages' dtypes one by one.
+        panels, half = (_integers(array) for array in (out[index :: len(halves)], half))
+        for place, output in enumerate(_order(rows.dtype)):
+            column = half[output::PANEL]
+            panels[: len(column), :, place] = column
+    return out
+
+
+def take_rows(
+    panels: Shaped[Array, "P I 16"], rows: Int[Array, "T"], dtype: DTypeLike = jnp.float32
+) -> Shaped[Array, "T I"]:
+    """Rows of a kernel that was put in panels, such as embeddings of tokens out of a head; numbers below 0 or past the
+    last one give some row."""
+    places = jnp.asarray(np.argsort(_order(panels.dtype)), jnp.int32)
+    return panels.at[rows // PANEL, :, places[rows % PANEL]].get(mode="clip").astype(dtype)
+
+
+def _order(dtype: DTypeLike) -> list[int]:
+    """Which output of a panel stands where."""
+    half = PANEL // 2
+    paired = [output for first in range(half) for output in (first, first + half)]
+    return paired if jnp.dtype(dtype) == jnp.bfloat16 else list(range(PANEL))
+
+
+def _integers(array: np.ndarray) -> np.ndarray:
+    return array.view(f"u{array.dtype.itemsize}")
