@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        gc.enable()  # _serve() does without until it is ready
 
 
 def _serve(config: EngineConfig, options: ServeOptions) -> int:
@@ -40,6 +42,7 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
     tool_format(options.tool_call_parser, None)
     reasoning_markers(options.reasoning_parser, None)
     sock = server.bind(options.host, options.port)
+    gc.disable()  # while imports make a million objects that stay, searches for garbage would take a tenth of the time
     # jax takes seconds to import: not for --help, and not before the port is known to be free
     from jaxcb.engine import Engine
     from jaxcb.serve.app import make_app
@@ -62,9 +65,9 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
             allowed_origins=options.allowed_origins,
         )
         service = app.state.service
-        # What lives as long as the server is left out of the searches for garbage, which else take 2% of the time.
-        gc.collect()
+        # All that is there lives as long as the server, and is left out of the searches for garbage.
         gc.freeze()
+        gc.enable()
         url = server.listen(sock)
         print(
             banner(
