@@ -37,7 +37,8 @@ class EngineConfig(SchedulingKnobs):
     Arguments:
         model: a Hugging Face directory, a hub id, a ``.gguf`` file, an Orbax checkpoint directory written by
             ``python -m jaxcb.weights convert``, or None for the built-in SmolLM2-135M-Instruct. Or parameters that you
-            hold, (spec, params) or a :class:`jaxcb.held_model.HeldModel`; the engine then uses these arrays.
+            hold, (spec, params) or a :class:`jaxcb.held_model.HeldModel`; the engine then uses these arrays
+            (the native CPU kernels: a copy in a layout of their own, beside yours).
         revision: branch, tag or commit of a hub id.
         dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs, under the native CPU kernels and on
             CPUs with AVX512-BF16, float32 elsewhere. Products accumulate in float32 in every case.

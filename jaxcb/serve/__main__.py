@@ -65,7 +65,7 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
             allowed_origins=options.allowed_origins,
         )
         service = app.state.service
-        # All that is there lives as long as the server, and is left out of the searches for garbage.
+        # Nearly all that is there lives as long as the server, and is left out of the searches for garbage.
         gc.freeze()
         gc.enable()
         url = server.listen(sock)

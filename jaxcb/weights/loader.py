@@ -65,7 +65,7 @@ def load(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
         dtype = default_dtype(jax.default_backend(), native=native.usable(config.backend))
     as_read = config.quantization is None and not config.fast_norm  # else what was read becomes other numbers first
     panels = as_read and _multiplies_panels(config, spec, jnp.dtype(dtype))
-    params = load_params(files, spec, jnp.dtype(dtype), progress=progress, panels=panels)
+    params = load_params(files, spec, jnp.dtype(dtype), progress=progress, panels=panels, together=as_read)
     params = prepared(params, spec, config)
     return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer, sampling_defaults=defaults)
 
@@ -110,7 +110,13 @@ def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat1
 
 
 def load_params(
-    files: ModelFiles, spec: ModelSpec, dtype: jnp.dtype, *, progress: bool = False, panels: bool = False
+    files: ModelFiles,
+    spec: ModelSpec,
+    dtype: jnp.dtype,
+    *,
+    progress: bool = False,
+    panels: bool = False,
+    together: bool = True,
 ) -> Params:
     """Read the weights into a nested dict of arrays on the default device, one parameter at a time.
 
@@ -120,6 +126,9 @@ def load_params(
         dtype: dtype of the result; norm scales are float32 whatever it is.
         progress: show a bar, after a second.
         panels: in the layout of the native kernels, as :func:`jaxcb.weights.panels.in_panels` has it.
+            Needs ``together``.
+        together: on a CPU, in one piece of memory that stays as long as one of the arrays does; False where some are to
+            be replaced.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing or has the wrong shape.
@@ -136,7 +145,7 @@ def load_params(
     kernels = {p.path for p in parameters if panels and multiplied(p.path, tied=spec.tie_word_embeddings)}
     empty = functools.partial(np.empty, dtype=dtype)
     arena = None
-    if jax.default_backend() == "cpu":  # which computes with weights where they lie
+    if together and jax.default_backend() == "cpu":  # which computes with weights where they lie
         weights = [parameter for parameter in parameters if parameter.kind == "weight"]
         shapes = [panels_of(p.path, p.shape) if p.path in kernels else p.shape for p in weights]
         arena = Arena(shapes, dtype)

@@ -1,8 +1,7 @@
 """Memory for weights that a CPU computes with: one piece, in huge pages where the system has them.
 
-A step on a CPU streams all weights, a few kilobytes of each row at a time. In pages of 4 KB, translating addresses then
-costs a step of few rows a tenth of its time and more (bench/README.md, "Huge pages"). JAX computes with these arrays
-where they are, so that nothing is copied after it was read.
+A step on a CPU streams all weights. In pages of 4 KB, translating addresses then costs a step of few rows a tenth of
+its time and more (bench/README.md, "Huge pages"). JAX computes with these arrays where they are.
 """
 
 from __future__ import annotations

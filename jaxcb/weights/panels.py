@@ -23,9 +23,13 @@ def in_panels(params: Params) -> Params:
     kernels = {path: array for path, array in flat.items() if multiplied(path, tied="lm_head" not in params)}
     if all(array.ndim == 3 for array in kernels.values()):
         return params
-    dtype = next(iter(kernels.values())).dtype
-    arena = Arena([panels_of(path, array.shape) for path, array in kernels.items()], dtype)
-    return unflatten_dict(flat | {path: jax.device_put(packed(path, array, arena)) for path, array in kernels.items()})
+    # Of one dtype, but where a caller holds others: the programs say what they can't multiply.
+    shapes: dict[Any, list[tuple[int, ...]]] = {}
+    for path, array in kernels.items():
+        shapes.setdefault(array.dtype, []).append(panels_of(path, array.shape))
+    arenas = {dtype: Arena(of_dtype, dtype) for dtype, of_dtype in shapes.items()}
+    packs = {path: jax.device_put(packed(path, array, arenas[array.dtype])) for path, array in kernels.items()}
+    return unflatten_dict(flat | packs)
 
 
 def packed(path: Path, kernel: Any, arena: Arena) -> np.ndarray:

@@ -78,7 +78,7 @@ def _load(directory: Path) -> Library:
 
 
 def _self_test(path: Path) -> None:
-    """A product and an attention of a few numbers, as XLA calls them, against numpy.
+    """Products and an attention of a few numbers, as XLA calls them, against numpy.
 
     Raises:
         NativeError: they differ.
@@ -90,14 +90,19 @@ def _self_test(path: Path) -> None:
     pages = rng.standard_normal((4, 8, 1, 16), np.float32)
     q = rng.standard_normal((1, 2, 16), np.float32)
 
-    @jax.jit
-    def both(x, weights, q, pages):
-        tables = ops.Tables(jnp.array([0, 1]), jnp.array([11]), jnp.array([[1, 0]]))
-        return ops.product(x, [weights], num_outputs=13), ops.attention(q, pages, tables, layer=0, num_layers=1)
+    halves = weights.astype(jnp.bfloat16)  # their panels have an order of their own
 
-    product, attended = (np.asarray(y) for y in both(x, panels.to_panels(weights), q, pages))
+    @jax.jit
+    def every(x, kernels, q, pages):
+        tables = ops.Tables(jnp.array([0, 1]), jnp.array([11]), jnp.array([[1, 0]]))
+        products = [ops.product(x, [kernel], num_outputs=13) for kernel in kernels]
+        return *products, ops.attention(q, pages, tables, layer=0, num_layers=1)
+
+    found = every(x, [panels.to_panels(kernel) for kernel in (weights, halves)], q, pages)
+    product, halved, attended = (np.asarray(y) for y in found)
     keys, values = (np.concatenate([pages[2 + i], pages[i]])[:11, 0] for i in (0, 1))
     scores = np.exp(q[0] @ keys.T / 4)
     wanted = scores @ values / scores.sum(-1, keepdims=True)
-    if not (np.allclose(product, x @ weights.T, atol=1e-4) and np.allclose(attended[0], wanted, atol=1e-4)):
+    pairs = (product, x @ weights.T), (halved, x @ halves.astype(np.float32).T), (attended[0], wanted)
+    if not all(np.allclose(got, right, atol=1e-4) for got, right in pairs):
         raise NativeError(f"{path} computes wrong numbers: remove it, and it is built anew; please report it")

@@ -69,6 +69,7 @@ def product(
     require_array(x, "x", (None, None), dtypes=("float32",))
     (T, I), L, N = x.shape, len(kernels), num_outputs  # noqa: E741  # the letter of the shape
     O = N if activation is None else 2 * N  # noqa: E741  # the letter of the shape
+    require(I >= 1, "x", "of at least one feature", I)
     require(L >= 1, "kernels", "at least one", L)
     for kernel in kernels:
         shape = panel_shape(O, I, gated=activation is not None)

@@ -64,7 +64,19 @@ def test_the_caller_s_arrays_are_the_engine_s(params, backend):
     assert len(copied) == (4 * SPEC.num_layers + 1 if backend == "native" else 0)
 
 
-def test_a_held_model_that_is_none_is_refused(params):
+@pytest.mark.native
+def test_a_head_of_another_dtype_is_multiplied_in_its_own(engine, params):
+    """A float32 head on bfloat16 layers, as some training keeps it. Weights of one dtype aren't swapped for such."""
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim == 2 else x, params)
+    mixed = halves | {"lm_head": params["lm_head"]}
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), mixed)
+    got, wanted = (teacher_forced(SPEC, held, PROMPTS[0], backend="native") for held in (mixed, widened))
+    assert np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max(), "keys and values alone are rounded"
+    with pytest.raises(ModelError, match=r"must be float32"):
+        engine.update_params(mixed)
+
+
+def test_a_held_model_without_a_tokenizer_and_what_is_refused(params):
     model = load(EngineConfig(model=(SPEC, params)))
     assert model.spec is SPEC and model.tokenizer.decode([5, 6]) == ""
     with pytest.raises(ModelError, match="ModelSpec"):

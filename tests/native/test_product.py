@@ -140,7 +140,15 @@ def test_rows_come_back_out_of_panels(dtype, num_rows):
     assert panels.shape == native.panel_shape(num_rows, 21) and panels.dtype == weights.dtype
     ids = np.array([0, num_rows - 1, num_rows // 2, 0])
     np.testing.assert_array_equal(native.take_rows(jnp.asarray(panels), ids), weights[ids].astype(jnp.float32))
-    assert not np.asarray(panels.astype(np.float32))[num_rows // 16 + 1 :].any()
+    past = np.arange(num_rows, 16 * len(panels))
+    assert not np.asarray(native.take_rows(jnp.asarray(panels), past)).any(), "the last panel is filled up with zeros"
+
+
+def test_panels_of_another_dtype_or_shape_are_not_filled():
+    weights = np.ones((20, 3), np.float32)
+    for out in (np.zeros((2, 3, 16), np.uint16), np.zeros((3, 3, 16), np.float32)):
+        with pytest.raises(ValueError, match=r"out must be float32 \[2, 3, 16\]"):
+            native.to_panels(weights, out=out)
 
 
 PANELS = np.zeros((1, 8, 16), np.float32)
@@ -155,6 +163,7 @@ PANELS = np.zeros((1, 8, 16), np.float32)
         ({"kernels": [PANELS], "activation": "silu"}, r"kernels must be of shape \[2, 8, 16\]"),
         ({"kernels": [PANELS.astype(np.int32)]}, "kernels must be of dtype float32 or .* got int32"),
         ({"kernels": []}, "kernels must be at least one"),
+        ({"x": np.zeros((2, 0), np.float32)}, "x must be of at least one feature, got 0"),
         ({"kernels": [PANELS.astype(np.int8)]}, "scales must be given for int8 kernels alone, got None"),
         ({"biases": [np.zeros(5, np.float32)]}, r"biases must be of shape \[4\]"),
         ({"norms": [np.zeros(8, np.float32)] * 2}, "norms must be one for each of 1 kernels, got 2"),

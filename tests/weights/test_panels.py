@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcb.config import EngineConfig
 from jaxcb.models.decoder import init_params
 from jaxcb.models.spec import ModelSpec
-from jaxcb.weights import load_params, resolve
+from jaxcb.weights import load_params, loader, resolve
 from jaxcb.weights.panels import in_panels
 from jaxcb.weights.quantize import quantize
 from pallas_kernels.native import take_rows
@@ -31,6 +32,13 @@ def test_reading_a_file_into_panels_gives_what_putting_its_weights_there_does(na
     )
     for (start, size), (following, _) in itertools.pairwise(starts):
         assert following == start + -(-size // 64) * 64, "in one piece of memory"
+
+
+def test_a_quantized_model_does_not_keep_what_it_was_made_of(builtin_model, monkeypatch):
+    """One piece of memory for all that is read would stay as long as the embedding does."""
+    monkeypatch.setattr(loader, "Arena", None)
+    params = loader.load(EngineConfig(quantization="int8", dtype="bfloat16")).params
+    assert params["layers"][0]["o"]["kernel"].dtype == jnp.int8
 
 
 @pytest.mark.parametrize("tied", [True, False])

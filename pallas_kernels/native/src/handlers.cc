@@ -39,8 +39,8 @@ bool number_of(ffi::DataType type, Number* number) {
 
 const float* optional(Floats x) { return x.element_count() ? x.typed_data() : nullptr; }
 
-// Operands after the fixed ones: [residual], kernels in panels, [int8 scales], [biases], [norm scales]; each list has one entry a
-// layer. Rows from num_rows on are padding: nothing is computed for them, and they come out as 0.
+// Operands after the fixed ones: [residual], kernels in panels, [int8 scales], [biases], [norm scales]; each list has one
+// entry a layer. Rows from num_rows on are padding: nothing is computed for them, and they come out as 0.
 ffi::Error product(ffi::ThreadPool threads, Floats x, Ints num_rows, Ints layer, ffi::RemainingArgs rest,
                    ffi::Result<Floats> y, int64_t num_layers, bool has_residual, bool has_scales, bool has_bias,
                    bool has_norm, int64_t activation, float eps) {

@@ -13,7 +13,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Sums of panels [first, last) for rows [row, row + rows), into sums[rows][(last - first) * kPanel].
 //
-// The first tile of rows brings a panel into the cache, the others find it there, and ask for the next one.
+// The first tile of rows brings a panel into the cache, the others find it there. Tiles of one panel ask for the next one.
 template <class W>
 void add_up(const Product& p, int64_t first, int64_t last, int64_t row, int64_t rows, float* sums) {
   const W* weights = static_cast<const W*>(p.weights);
@@ -26,7 +26,10 @@ void add_up(const Product& p, int64_t first, int64_t last, int64_t row, int64_t 
       panels = most;
       while (panels > last - n) panels /= 2;
       const W* w = weights + n * panel + k * kPanel;
-      Ahead ahead{reinterpret_cast<const char*>(w + (panels == 1 && n + 1 < last ? panel : size * kPanel)), 0};
+      const W* next = n + 1 < last             ? w + panel
+                      : k + block < p.inputs ? weights + first * panel + (k + block) * kPanel
+                                             : weights + last * panel;
+      Ahead ahead{reinterpret_cast<const char*>(next), 0};
       int64_t bytes = size * kPanel * static_cast<int64_t>(sizeof(W)), steps = std::max<int64_t>(1, size / 4);
       const char* end = ahead.next + bytes;
       if (panels == 1 && row == 0) ahead.lines = ceil_div(bytes, 64 * steps * tiles);
