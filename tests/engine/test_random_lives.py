@@ -42,13 +42,23 @@ def test_every_sampling_parameter_is_drawn():
 
 @pytest.mark.parametrize("changes", [{}, SWAP], ids=["recompute", "swap"])
 def test_nothing_compiles_and_nothing_fails_in_a_random_life(make_engines, changes):
+    """What must have happened depends on when the engine's thread gets its turns: more lives are lived until it has."""
     engine = make_engines(**TIGHT, **changes)
     before = engine.stats()
-    lives = [live(engine, SEED + i, 30) for i in range(2)]
-    after = engine.stats()
-    assert after.preemptions > before.preemptions and after.prompt_tokens_cached > before.prompt_tokens_cached
-    assert (after.swaps > before.swaps) == bool(changes)
-    assert {output.finish_reason.value for each in lives for output in each.outputs} >= {"stop", "length", "abort"}
+    lives: list[RandomLife] = []
+
+    def missing() -> set[str]:
+        after = engine.stats()
+        happened = {output.finish_reason.value for each in lives for output in each.outputs}
+        happened |= {"preemption"} if after.preemptions > before.preemptions else set()
+        happened |= {"cached prompt"} if after.prompt_tokens_cached > before.prompt_tokens_cached else set()
+        happened |= {"swap"} if after.swaps > before.swaps else set()
+        return {"stop", "length", "abort", "preemption", "cached prompt", *(["swap"] if changes else [])} - happened
+
+    while len(lives) < 2 or (missing() and len(lives) < 12):
+        lives.append(live(engine, SEED + len(lives), 30))
+    assert not missing()
+    assert changes or engine.stats().swaps == before.swaps
 
 
 LONG: dict[str, dict[str, Any]] = {
