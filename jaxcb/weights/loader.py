@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 Params = dict[str, Any]
 """Nested dict of arrays (layout: jaxcb/models/decoder.py)."""
+Layout = Literal["rows", "rows apart", "panels"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,8 @@ def load(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
         dtype = default_dtype(jax.default_backend(), native=native.usable(config.backend))
     as_read = config.quantization is None and not config.fast_norm  # else what was read becomes other numbers first
     panels = as_read and _multiplies_panels(config, spec, jnp.dtype(dtype))
-    params = load_params(files, spec, jnp.dtype(dtype), progress=progress, panels=panels, together=as_read)
+    layout: Layout = "panels" if panels else "rows" if as_read else "rows apart"
+    params = load_params(files, spec, jnp.dtype(dtype), progress=progress, layout=layout)
     params = prepared(params, spec, config)
     return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer, sampling_defaults=defaults)
 
@@ -115,8 +117,7 @@ def load_params(
     dtype: jnp.dtype,
     *,
     progress: bool = False,
-    panels: bool = False,
-    together: bool = True,
+    layout: Layout = "rows",
 ) -> Params:
     """Read the weights into a nested dict of arrays on the default device, one parameter at a time.
 
@@ -125,10 +126,9 @@ def load_params(
         spec: what must be there.
         dtype: dtype of the result; norm scales are float32 whatever it is.
         progress: show a bar, after a second.
-        panels: in the layout of the native kernels, as :func:`jaxcb.weights.panels.in_panels` has it.
-            Needs ``together``.
-        together: on a CPU, in one piece of memory that stays as long as one of the arrays does; False where some are to
-            be replaced.
+        layout: "rows" are as the decoder has them. On a CPU they lie in one piece of memory that stays as long as one
+            of the arrays does; "rows apart" don't, where some are to be replaced. "panels": in the layout of the
+            native kernels, as :func:`jaxcb.weights.panels.in_panels` has it.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing or has the wrong shape.
@@ -137,15 +137,15 @@ def load_params(
         from jaxcb.weights import checkpoint
 
         params = checkpoint.restore(files.directory, spec, dtype)
-        return in_panels(params) if panels else params
+        return in_panels(params) if layout == "panels" else params
     source = SafetensorsSource(files.directory)
     params = {}
     used = set()
     parameters = list(families.parameters(spec))
-    kernels = {p.path for p in parameters if panels and multiplied(p.path, tied=spec.tie_word_embeddings)}
+    kernels = {p.path for p in parameters if layout == "panels" and multiplied(p.path, tied=spec.tie_word_embeddings)}
     empty = functools.partial(np.empty, dtype=dtype)
     arena = None
-    if together and jax.default_backend() == "cpu":  # which computes with weights where they lie
+    if layout != "rows apart" and jax.default_backend() == "cpu":  # which computes with weights where they lie
         weights = [parameter for parameter in parameters if parameter.kind == "weight"]
         shapes = [panels_of(p.path, p.shape) if p.path in kernels else p.shape for p in weights]
         arena = Arena(shapes, dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Int, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 PANEL = 16
 
@@ -58,13 +58,11 @@ def _fill(panels: np.ndarray, rows: np.ndarray, order: Sequence[int]) -> None:
             panels[first : first + len(column), :, place] = column
 
 
-def take_rows(
-    panels: Shaped[Array, "P I 16"], rows: Int[Array, "T"], dtype: DTypeLike = jnp.float32
-) -> Shaped[Array, "T I"]:
-    """Rows of a kernel that was put in panels, such as embeddings of tokens out of a head; numbers below 0 or past the
-    last one give some row."""
+def take_rows(panels: Shaped[Array, "P I 16"], rows: Int[Array, "T"]) -> Float[Array, "T I"]:
+    """Rows of a kernel that was put in panels, in float32, such as embeddings of tokens out of a head; numbers below 0
+    or past the last one give some row."""
     places = jnp.asarray(np.argsort(_order(panels.dtype)), jnp.int32)
-    return panels.at[rows // PANEL, :, places[rows % PANEL]].get(mode="clip").astype(dtype)
+    return panels.at[rows // PANEL, :, places[rows % PANEL]].get(mode="clip").astype(jnp.float32)
 
 
 def _order(dtype: DTypeLike) -> list[int]:

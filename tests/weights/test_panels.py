@@ -24,7 +24,7 @@ def test_reading_a_file_into_panels_gives_what_putting_its_weights_there_does(na
     files = resolve(str(GOLDEN / "tiny" / name))
     spec = files.read_spec()
     wanted = in_panels(load_params(files, spec, jnp.dtype("bfloat16")))
-    got = load_params(files, spec, jnp.dtype("bfloat16"), panels=True)
+    got = load_params(files, spec, jnp.dtype("bfloat16"), layout="panels")
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
     starts = sorted(
