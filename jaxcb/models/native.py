@@ -38,20 +38,20 @@ def apply_layers(
 
     The kernels give a row the same bits in any company; ``in_tiles`` is for what XLA computes, the angles.
     """
-    layers = [params["layers"][i] for i in range(spec.num_layers)]
+    layers = params["layers"]
     num_rows = batch.query_starts[-1]
     cos, sin = in_tiles(functools.partial(rope_tables, spec.rope, spec.head_dim), positions)
     windows = jnp.asarray([window or 0 for window in spec.windows], jnp.int32)
 
     def product(name: str, num_outputs: int, norm: str | None = None) -> Callable[..., Float[Array, "T O"]]:
-        linear = [layer[name] for layer in layers]
+        part = layers[name]
         return functools.partial(
             native.product,
-            kernels=[part["kernel"] for part in linear],
-            scales=[part["scale"] for part in linear] if "scale" in linear[0] else None,
-            biases=[part["bias"].astype(jnp.float32) for part in linear] if "bias" in linear[0] else None,
+            kernels=part["kernel"],
+            scales=part.get("scale"),
+            biases=part.get("bias"),
             num_outputs=num_outputs,
-            norms=None if norm is None else [layer[norm]["scale"] for layer in layers],
+            norms=None if norm is None else layers[norm]["scale"],
             eps=spec.rms_norm_eps,
             num_rows=num_rows,
         )
@@ -59,7 +59,7 @@ def apply_layers(
     E, F = spec.hidden_size, spec.intermediate_size
     qkv, o = product("qkv", spec.q_size + 2 * spec.kv_size, "input_norm"), product("o", E)
     gate_up, down = product("gate_up", F, "post_norm"), product("down", E)
-    q_norms, k_norms = (_stacked(layers, name) if spec.qk_norm else None for name in ("q_norm", "k_norm"))
+    q_norms, k_norms = (layers[name]["scale"] if spec.qk_norm else None for name in ("q_norm", "k_norm"))
 
     def one_layer(index: Int[Array, ""], carry: tuple[Array, KV]) -> tuple[Array, KV]:
         x, kv = carry
@@ -94,14 +94,10 @@ def apply_head(
     head = params.get("lm_head", {"kernel": params["embed"]["embedding"]})
     return native.product(
         hidden,
-        [head["kernel"]],
+        head["kernel"][None],
         num_outputs=spec.vocab_size,
-        scales=[head["scale"]] if "scale" in head else None,
-        norms=[params["final_norm"]["scale"]],
+        scales=head["scale"][None] if "scale" in head else None,
+        norms=params["final_norm"]["scale"][None],
         eps=spec.rms_norm_eps,
         num_rows=num_rows,
     )
-
-
-def _stacked(layers: list[Params], name: str) -> Float[Array, "L D"]:
-    return jnp.stack([layer[name]["scale"] for layer in layers])

@@ -1,7 +1,7 @@
 """The kernels as functions of jax arrays. Shapes and dtypes are checked while tracing; :func:`load` comes first.
 
-Weights of several layers may be given as a list of which ``layer``, traced or not, picks one: a loop over layers then
-is one call in the program, and no array is sliced or copied.
+Weights of all layers are one array of which ``layer``, traced or not, picks a part: a loop over layers then is one call
+in the program, and no array is sliced or copied.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Tables(NamedTuple):
 
 def product(
     x: Float[Array, "T I"],
-    kernels: Sequence[Shaped[Array, "P I 16"]],
+    kernels: Shaped[Array, "L P I 16"],
     *,
     num_outputs: int,
     layer: int | Int[Array, ""] = 0,
     num_rows: int | Int[Array, ""] | None = None,
-    scales: Sequence[Float[Array, "O"]] | None = None,
-    biases: Sequence[Float[Array, "O"]] | None = None,
-    norms: Sequence[Float[Array, "I"]] | None = None,
+    scales: Float[Array, "L O"] | None = None,
+    biases: Float[Array, "L O"] | None = None,
+    norms: Float[Array, "L I"] | None = None,
     eps: float = 0.0,
     activation: Activation | None = None,
     residual: Float[Array, "T O"] | None = None,
@@ -53,13 +53,13 @@ def product(
 
     Arguments:
         x: float32.
-        kernels: one a layer, all of one shape and dtype, in the panels of :func:`to_panels`.
+        kernels: of all layers, each in the panels of :func:`to_panels`.
         num_outputs: N.
         layer: which of them.
         num_rows: rows that are computed, the others come out as 0; None: all.
         scales: of int8 kernels, by output.
-        biases: float32, one a layer.
-        norms: float32 scales of the RMS norm of x, one a layer.
+        biases: float32.
+        norms: float32 scales of the RMS norm of x.
         eps: of the norm.
         residual: float32, added last.
 
@@ -67,35 +67,24 @@ def product(
         ValueError: a shape or dtype can't be; the message names the argument.
     """
     require_array(x, "x", (None, None), dtypes=("float32",))
-    (T, I), L, N = x.shape, len(kernels), num_outputs  # noqa: E741  # the letter of the shape
+    (T, I), N = x.shape, num_outputs  # noqa: E741  # the letter of the shape
     O = N if activation is None else 2 * N  # noqa: E741  # the letter of the shape
     require(I >= 1, "x", "of at least one feature", I)
-    require(L >= 1, "kernels", "at least one", L)
-    for kernel in kernels:
-        shape = panel_shape(O, I, gated=activation is not None)
-        require_array(kernel, "kernels", shape, dtypes=(jnp.dtype(kernels[0].dtype).name,))
-    require_array(kernels[0], "kernels", (None, None, None), dtypes=WEIGHT_DTYPES)
+    shape = panel_shape(O, I, gated=activation is not None)
+    require_array(kernels, "kernels", (None, *shape), dtypes=WEIGHT_DTYPES)
+    L = kernels.shape[0]
+    require(L >= 1, "kernels", "of at least one layer", L)
     require(activation is None or residual is None, "residual", "None beside an activation", "an array")
-    require((scales is not None) == (kernels[0].dtype == jnp.int8), "scales", "given for int8 kernels alone", scales)
-    if residual is not None:
-        require_array(residual, "residual", (T, N), dtypes=("float32",))
-    lists = [("scales", scales, O), ("biases", biases, O), ("norms", norms, I)]
-    for name, arrays, size in lists:
-        for array in arrays or ():
-            require_array(array, name, (size,), dtypes=("float32",))
-        require(arrays is None or len(arrays) == L, name, f"one for each of {L} kernels", len(arrays or ()))
+    require((scales is not None) == (kernels.dtype == jnp.int8), "scales", "given for int8 kernels alone", scales)
     return jax.ffi.ffi_call("jaxcb_product", jax.ShapeDtypeStruct((T, N), jnp.float32))(
         x,
-        _int32(T if num_rows is None else num_rows),
+        kernels,
+        _optional(scales, "scales", L, O),
+        _optional(biases, "biases", L, O),
+        _optional(norms, "norms", L, I),
+        _optional(residual, "residual", T, N),
         _int32(layer),
-        *([] if residual is None else [residual]),
-        *kernels,
-        *(array for _, arrays, _ in lists for array in arrays or ()),
-        num_layers=np.int64(L),
-        has_residual=residual is not None,
-        has_scales=scales is not None,
-        has_bias=biases is not None,
-        has_norm=norms is not None,
+        _int32(T if num_rows is None else num_rows),
         activation=np.int64(_ACTIVATIONS[activation]),
         eps=np.float32(eps),
     )
@@ -225,11 +214,11 @@ def _checked(tables: Tables) -> Tables:
     return tables
 
 
-def _optional(array: Float[Array, "N"] | None, name: str, size: int) -> Float[Array, "N"]:
+def _optional(array: Float[Array, "..."] | None, name: str, *shape: int) -> Float[Array, "..."]:
     """The array, or one of no elements for the kernel to see that there is none."""
     if array is None:
         return jnp.zeros(0, jnp.float32)
-    require_array(array, name, (size,), dtypes=("float32",))
+    require_array(array, name, shape, dtypes=("float32",))
     return array
 
 

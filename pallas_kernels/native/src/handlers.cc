@@ -39,31 +39,21 @@ bool number_of(ffi::DataType type, Number* number) {
 
 const float* optional(Floats x) { return x.element_count() ? x.typed_data() : nullptr; }
 
-// Operands after the fixed ones: [residual], kernels in panels, [int8 scales], [biases], [norm scales]; each list has one
-// entry a layer. Rows from num_rows on are padding: nothing is computed for them, and they come out as 0.
-ffi::Error product(ffi::ThreadPool threads, Floats x, Ints num_rows, Ints layer, ffi::RemainingArgs rest,
-                   ffi::Result<Floats> y, int64_t num_layers, bool has_residual, bool has_scales, bool has_bias,
-                   bool has_norm, int64_t activation, float eps) {
-  size_t lists = 1 + has_scales + has_bias + has_norm;
-  if (rest.size() != has_residual + lists * num_layers) return bad("the operands don't add up");
-  int64_t index = layer.typed_data()[0];
+// Kernels, int8 scales, biases and norm scales are of all layers. Rows from num_rows on are padding: nothing is computed
+// for them, and they come out as 0.
+ffi::Error product(ffi::ThreadPool threads, Floats x, ffi::AnyBuffer kernels, Floats scales, Floats biases, Floats norms,
+                   Floats residual, Ints layer, Ints num_rows, ffi::Result<Floats> y, int64_t activation, float eps) {
+  int64_t index = layer.typed_data()[0], num_layers = kernels.dimensions()[0];
   if (index < 0 || index >= num_layers) return bad("layer is out of range");
-  size_t next = has_residual + index;
-  auto take = [&]() -> ffi::AnyBuffer {
-    auto buffer = rest.get<ffi::AnyBuffer>(next);
-    next += num_layers;
-    return *buffer;
-  };
-  auto take_floats = [&](bool present) { return present ? static_cast<const float*>(take().untyped_data()) : nullptr; };
-  ffi::AnyBuffer kernel = take();
+  auto of_layer = [&](Floats all) { return all.element_count() ? all.typed_data() + index * all.dimensions()[1] : nullptr; };
   Product p{};
   p.x = x.typed_data();
-  p.weights = kernel.untyped_data();
-  if (!number_of(kernel.element_type(), &p.weight_type)) return bad("the weights' type is not supported");
-  p.scales = take_floats(has_scales);
-  p.bias = take_floats(has_bias);
-  p.norm = take_floats(has_norm);
-  p.residual = has_residual ? static_cast<const float*>(rest.get<ffi::AnyBuffer>(0)->untyped_data()) : nullptr;
+  p.weights = static_cast<const char*>(kernels.untyped_data()) + kernels.size_bytes() / num_layers * index;
+  if (!number_of(kernels.element_type(), &p.weight_type)) return bad("the weights' type is not supported");
+  p.scales = of_layer(scales);
+  p.bias = of_layer(biases);
+  p.norm = of_layer(norms);
+  p.residual = optional(residual);
   p.y = y->typed_data();
   int64_t all_rows = x.dimensions()[0], width = y->dimensions()[1];
   p.rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, all_rows);
@@ -150,15 +140,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_product, jaxcb::product,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .JAXCB_FLOATS  // x
-                                  .JAXCB_INTS    // num_rows
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .JAXCB_FLOATS  // scales
+                                  .JAXCB_FLOATS  // biases
+                                  .JAXCB_FLOATS  // norms
+                                  .JAXCB_FLOATS  // residual
                                   .JAXCB_INTS    // layer
-                                  .RemainingArgs()
+                                  .JAXCB_INTS    // num_rows
                                   .Ret<jaxcb::Floats>()
-                                  .Attr<int64_t>("num_layers")
-                                  .Attr<bool>("has_residual")
-                                  .Attr<bool>("has_scales")
-                                  .Attr<bool>("has_bias")
-                                  .Attr<bool>("has_norm")
                                   .Attr<int64_t>("activation")
                                   .Attr<float>("eps"));
 
