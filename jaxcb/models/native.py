@@ -13,15 +13,15 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec
 from jaxcb.models.tiles import InTiles, directly
 from pallas_kernels import native
+from pallas_kernels.pages import KVPages
 
 Params = dict[str, Any]
-KV = Shaped[Array, "F page_size K D"]
 
 
 def apply_layers(
@@ -29,10 +29,10 @@ def apply_layers(
     params: Params,
     token_ids: Int[Array, "T"],
     positions: Int[Array, "T"],
-    kv: KV,
+    kv: KVPages,
     batch: native.Tables,
     in_tiles: InTiles = directly,
-) -> tuple[Float[Array, "T E"], KV]:
+) -> tuple[Float[Array, "T E"], KVPages]:
     """As :func:`jaxcb.models.decoder.apply_layers`, attention and KV write included, of parameters in panels
     (jaxcb/weights/panels.py). Padding rows come out as 0.
 
@@ -61,7 +61,7 @@ def apply_layers(
     gate_up, down = product("gate_up", F, "post_norm"), product("down", E)
     q_norms, k_norms = (layers[name]["scale"] if spec.qk_norm else None for name in ("q_norm", "k_norm"))
 
-    def one_layer(index: Int[Array, ""], carry: tuple[Array, KV]) -> tuple[Array, KV]:
+    def one_layer(index: Int[Array, ""], carry: tuple[Array, KVPages]) -> tuple[Array, KVPages]:
         x, kv = carry
         attended, kv = native.place_and_attend(
             qkv(x, layer=index),

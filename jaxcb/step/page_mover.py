@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
-from jaxtyping import Array, Shaped
+from jaxtyping import Shaped
 
 from jaxcb.paging import PageMoves
 from jaxcb.step.jobs import Job
-from pallas_kernels import copy_pages, gather_pages, scatter_pages
+from jaxcb.step.kv_pool import KVPages, gather_rows, scatter_rows
+from pallas_kernels import copy_pages
 from pallas_kernels.metadata import Backend
 from pallas_kernels.platform import platform
 
@@ -25,8 +26,6 @@ PAGES_PER_MOVE = 32
 """Pages that one call moves; fewer are padded with the trash page."""
 MAX_LEAVING = 4
 """Calls whose pages are on their way to host memory; each holds device memory until they have arrived."""
-
-KVPages = Shaped[Array, "N L 2 page_size K D"]
 
 
 class PageMover:
@@ -43,23 +42,28 @@ class PageMover:
 
     def __init__(self, kv: KVPages, num_host_pages: int, backend: Backend, *, transfers: bool = False):
         self.num_host_pages, self._transfers = num_host_pages, transfers
-        self._kv, self._backend = jax.ShapeDtypeStruct(kv.shape, kv.dtype, sharding=kv.sharding), backend
-        self._host = np.empty((num_host_pages + 1, *kv.shape[1:]), kv.dtype)  # the system gives memory page by page
+        self._kv, self._backend = jax.tree.map(_abstract, kv), backend
+        self._pages = jax.ShapeDtypeStruct((PAGES_PER_MOVE,), jnp.int32)
+        self._rows = jax.eval_shape(gather_rows, self._kv, self._pages)
+        self._host = np.empty((num_host_pages + 1, *self._rows.shape[1:]), self._rows.dtype)  # it comes page by page
         self._leaving: deque[tuple[list[int], jax.Array]] = deque()
         self._programs: dict[str, Compiled] = {}
 
     def jobs(self) -> Iterable[Job]:
         """Every program."""
-        pages = jax.ShapeDtypeStruct((PAGES_PER_MOVE,), jnp.int32)
-        rows = jax.ShapeDtypeStruct((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
         copy = jax.jit(
             functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu"), donate_argnums=0
         )
-        yield self._job("copy", copy, pages, pages)
+        yield self._job("copy", copy, self._pages, self._pages)
         if self.num_host_pages or self._transfers:
-            yield self._job("gather", jax.jit(gather_pages), pages)
-            scatter = jax.jit(scatter_pages, donate_argnums=0)
-            yield self._job("scatter", scatter, pages, rows)
+            yield self._job("gather", jax.jit(gather_rows), self._pages)
+            scatter = jax.jit(scatter_rows, donate_argnums=0)
+            yield self._job("scatter", scatter, self._pages, self._rows)
+
+    @property
+    def page(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a page where it has left the pool: a row of what :meth:`read` returns."""
+        return jax.ShapeDtypeStruct(self._rows.shape[1:], self._rows.dtype)
 
     def move(self, kv: KVPages, moves: PageMoves) -> KVPages:
         """Out, in, copy. ``kv`` is donated where pages are written; the result takes its place."""
@@ -72,19 +76,19 @@ class PageMover:
             kv = self._programs["copy"](kv, sources, destinations)
         return kv
 
-    def read(self, kv: KVPages, pages: list[int]) -> Shaped[np.ndarray, "n L 2 page_size K D"]:
+    def read(self, kv: KVPages, pages: list[int]) -> Shaped[np.ndarray, "n ..."]:
         """The content of device pages, for another engine. Waits for the steps in flight."""
         parts = []
         for batch in _batches([(page, 0) for page in pages]):
             rows = self._programs["gather"](kv, _columns(batch)[0])
             parts.append(np.asarray(rows)[: len(batch)])
-        return np.concatenate(parts) if parts else np.empty((0, *self._kv.shape[1:]), self._kv.dtype)
+        return np.concatenate(parts) if parts else np.empty((0, *self._rows.shape[1:]), self._rows.dtype)
 
-    def write(self, kv: KVPages, pages: list[int], rows: Shaped[np.ndarray, "n L 2 page_size K D"]) -> KVPages:
+    def write(self, kv: KVPages, pages: list[int], rows: Shaped[np.ndarray, "n ..."]) -> KVPages:
         """Give device pages the content of another engine's. ``kv`` is donated."""
         for start in range(0, len(pages), PAGES_PER_MOVE):
             batch = pages[start : start + PAGES_PER_MOVE]
-            padded = np.zeros((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
+            padded = np.zeros(self._rows.shape, self._rows.dtype)
             padded[: len(batch)] = rows[start : start + len(batch)]
             _, destinations = _columns([(0, page) for page in batch])
             kv = self._programs["scatter"](kv, destinations, padded)
@@ -95,13 +99,13 @@ class PageMover:
 
         What the pages hold goes there and comes back. ``kv`` is donated.
         """
-        count = min(PAGES_PER_MOVE, self.num_host_pages, kv.shape[0] - 1)
+        count = min(PAGES_PER_MOVE, self.num_host_pages, jax.tree.leaves(kv)[0].shape[0] - 1)
         out = [(page, page) for page in range(1, count + 1)]
         times = []
         for _ in range(rounds + 1):  # the first touches the memory
             started_s = time.perf_counter()
             kv = self.move(kv, PageMoves(out=out, into=out))
-            kv.block_until_ready()
+            jax.block_until_ready(kv)
             times.append(time.perf_counter() - started_s)
         return kv, min(times) / (2 * count)
 
@@ -126,6 +130,10 @@ class PageMover:
     def _job(self, name: str, program: Any, *arguments: jax.ShapeDtypeStruct) -> Job:
         lower = functools.partial(program.lower, self._kv, *arguments)
         return Job(f"{name} pages", lower, functools.partial(self._programs.__setitem__, name))
+
+
+def _abstract(part: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=part.sharding)
 
 
 def _is_ready(rows: Any) -> bool:  # jaxtyping's Array doesn't know the method

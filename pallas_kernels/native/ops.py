@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from pallas_kernels.checks import require, require_array
 from pallas_kernels.native.panels import panel_shape
+from pallas_kernels.pages import KVPages, QuantizedPages, values_of
 
 Activation = Literal["silu", "gelu_tanh"]
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -92,7 +93,7 @@ def product(
 
 def attention(
     q: Float[Array, "T H D"],
-    kv_pages: Shaped[Array, "F page_size K D"],
+    kv_pages: KVPages,
     tables: Tables,
     *,
     layer: int | Int[Array, ""],
@@ -111,18 +112,20 @@ def attention(
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    _check_pages(kv_pages, num_layers)
-    require_array(q, "q", (None, None, kv_pages.shape[3]), dtypes=("float32",))
-    require(q.shape[1] % kv_pages.shape[2] == 0, "q", f"of a multiple of {kv_pages.shape[2]} heads", q.shape[1])
+    values, scales = _checked_pages(kv_pages, num_layers)
+    K, D = values.shape[2:]
+    require_array(q, "q", (None, None, D), dtypes=("float32",))
+    require(q.shape[1] % K == 0, "q", f"of a multiple of {K} heads", q.shape[1])
     return jax.ffi.ffi_call("jaxcb_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))(
         q,
         _optional(sinks, "sinks", q.shape[1]),
         *_checked(tables),
         _int32(layer),
         _int32(window or 0 if isinstance(window, int | None) else window),
-        kv_pages,
+        values,
+        scales,
         num_layers=np.int64(num_layers),
-        scale=np.float32(kv_pages.shape[3] ** -0.5 if scale is None else scale),
+        scale=np.float32(D**-0.5 if scale is None else scale),
         soft_cap=np.float32(soft_cap or 0),
     )
 
@@ -131,7 +134,7 @@ def place_and_attend(
     qkv: Float[Array, "T (H+2K)*D"],
     cos: Float[Array, "T R/2"],
     sin: Float[Array, "T R/2"],
-    kv_pages: Shaped[Array, "F page_size K D"],
+    kv_pages: KVPages,
     tables: Tables,
     *,
     layer: int | Int[Array, ""],
@@ -143,13 +146,14 @@ def place_and_attend(
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
-) -> tuple[Float[Array, "T H*D"], Shaped[Array, "F page_size K D"]]:
+) -> tuple[Float[Array, "T H*D"], KVPages]:
     """Normalise and rotate queries and keys, write keys and values into their pages in place, and attend.
 
     Arguments:
         qkv: queries, keys and values of every token as the projection left them, float32.
         cos, sin: of the angles of every token's position; pairs are (i, i + R/2) of a head's first R features.
-        kv_pages: given up by the caller: written in place where XLA can.
+        kv_pages: given up by the caller: written in place where XLA can. Into int8 :class:`QuantizedPages` every key
+            and value is rounded by itself, with a scale of its own.
         q_norm, k_norm: scales of the RMS norm of every head; None: none.
         scale, window, soft_cap, sinks: as for :func:`attention`.
 
@@ -159,8 +163,8 @@ def place_and_attend(
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    _check_pages(kv_pages, num_layers)
-    K, D = kv_pages.shape[2:]
+    values, scales = _checked_pages(kv_pages, num_layers)
+    K, D = values.shape[2:]
     require_array(qkv, "qkv", (None, None), dtypes=("float32",))
     T, width = qkv.shape
     H = width // D - 2 * K
@@ -168,10 +172,14 @@ def place_and_attend(
     require_array(cos, "cos", (T, None), dtypes=("float32",))
     require_array(sin, "sin", cos.shape, dtypes=("float32",))
     require(2 * cos.shape[1] <= D, "cos", f"of at most {D // 2} angles", cos.shape[1])
-    out, pages = jax.ffi.ffi_call(
+    out, values, scales = jax.ffi.ffi_call(
         "jaxcb_place_and_attend",
-        (jax.ShapeDtypeStruct((T, H * D), jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
-        input_output_aliases={11: 1},
+        (
+            jax.ShapeDtypeStruct((T, H * D), jnp.float32),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
+            jax.ShapeDtypeStruct(scales.shape, scales.dtype),
+        ),
+        input_output_aliases={11: 1, 12: 2},
     )(
         qkv,
         cos,
@@ -182,14 +190,15 @@ def place_and_attend(
         *_checked(tables),
         _int32(layer),
         _int32(window or 0 if isinstance(window, int | None) else window),
-        kv_pages,
+        values,
+        scales,
         num_heads=np.int64(H),
         num_layers=np.int64(num_layers),
         scale=np.float32(D**-0.5 if scale is None else scale),
         soft_cap=np.float32(soft_cap or 0),
         eps=np.float32(eps),
     )
-    return out, pages
+    return out, QuantizedPages(values, scales) if isinstance(kv_pages, QuantizedPages) else values
 
 
 def untouched(shape: Sequence[int], dtype: Any) -> Shaped[Array, "..."]:
@@ -200,10 +209,20 @@ def untouched(shape: Sequence[int], dtype: Any) -> Shaped[Array, "..."]:
     return jax.ffi.ffi_call("jaxcb_untouched", jax.ShapeDtypeStruct(tuple(shape), dtype))()
 
 
-def _check_pages(kv_pages: Shaped[Array, "F page_size K D"], num_layers: int) -> None:
-    require_array(kv_pages, "kv_pages", (None, None, None, None), dtypes=PAGE_DTYPES)
-    require(kv_pages.shape[3] <= MAX_HEAD_DIM, "kv_pages", f"of a head size up to {MAX_HEAD_DIM}", kv_pages.shape[3])
-    require(kv_pages.shape[0] % (2 * num_layers) == 0, "kv_pages", f"of 2 * {num_layers} * N pages", kv_pages.shape[0])
+def _checked_pages(
+    kv_pages: KVPages, num_layers: int
+) -> tuple[Shaped[Array, "F page_size K D"], Float[Array, "F K page_size"]]:
+    """Values and scales; of plain pages scales of no elements, for the kernel to see that there are none."""
+    values, quantized = values_of(kv_pages), isinstance(kv_pages, QuantizedPages)
+    name, dtypes = ("kv_pages.values", ("int8",)) if quantized else ("kv_pages", PAGE_DTYPES)
+    require_array(values, name, (None, None, None, None), dtypes=dtypes)
+    require(values.shape[3] <= MAX_HEAD_DIM, name, f"of a head size up to {MAX_HEAD_DIM}", values.shape[3])
+    require(values.shape[0] % (2 * num_layers) == 0, name, f"of 2 * {num_layers} * N pages", values.shape[0])
+    if not isinstance(kv_pages, QuantizedPages):
+        return values, jnp.zeros((0, 0, 0), jnp.float32)
+    F, page_size, K, _ = values.shape
+    require_array(kv_pages.scales, "kv_pages.scales", (F, K, page_size), dtypes=("float32",))
+    return values, kv_pages.scales
 
 
 def _checked(tables: Tables) -> Tables:

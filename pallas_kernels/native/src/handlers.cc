@@ -79,13 +79,23 @@ Batch batch_of(Ints query_starts, Ints context_lens, Ints block_tables) {
   return Batch{query_starts.typed_data(), context_lens.typed_data(), block_tables.typed_data(), d[0], d[1]};
 }
 
+// Pages, and the scales of int8 ones: [pages, K, page_size], of other ones nothing.
+bool store_of(const ffi::AnyBuffer& kv, Floats scales, Store* store) {
+  auto d = kv.dimensions();
+  store->values = kv.untyped_data();
+  store->scales = scales.element_count() ? scales.typed_data() : nullptr;
+  if (!number_of(kv.element_type(), &store->type)) return false;
+  size_t wanted = store->type == Number::kS8 ? d[0] * d[1] * d[2] : 0;
+  return scales.element_count() == wanted;
+}
+
 ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats sinks, Ints query_starts, Ints context_lens,
-                     Ints block_tables, Ints layer, Ints window, ffi::AnyBuffer kv, ffi::Result<Floats> out,
-                     int64_t num_layers, float scale, float soft_cap) {
+                     Ints block_tables, Ints layer, Ints window, ffi::AnyBuffer kv, Floats scales,
+                     ffi::Result<Floats> out, int64_t num_layers, float scale, float soft_cap) {
   Shape s = shape_of(q.dimensions()[0], q.dimensions()[1], kv, layer, window, num_layers, scale, soft_cap);
   Batch batch = batch_of(query_starts, context_lens, block_tables);
-  Number type;
-  if (!number_of(kv.element_type(), &type)) return bad("the pages' type is not supported");
+  Store store;
+  if (!store_of(kv, scales, &store)) return bad("the pages' type is not supported");
   if (const char* reason = why_not(s, batch)) return bad(reason);
   int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
   static thread_local Scratch scratch;
@@ -93,18 +103,18 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats sinks, Ints query
   for (int64_t i = 0; i < used * row; i++) scaled[i] = q.typed_data()[i] * scale;
   std::fill(out->typed_data() + used * row, out->typed_data() + s.tokens * row, 0.0f);
   XlaPool pool(threads);
-  attend(pool, s, batch, scaled, kv.untyped_data(), type, optional(sinks), out->typed_data());
+  attend(pool, s, batch, scaled, store, optional(sinks), out->typed_data());
   return ffi::Error::Success();
 }
 
 ffi::Error place_and_attend(ffi::ThreadPool threads, Floats qkv, Floats cos, Floats sin, Floats q_norm, Floats k_norm,
                             Floats sinks, Ints query_starts, Ints context_lens, Ints block_tables, Ints layer,
-                            Ints window, ffi::AnyBuffer, ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> kv,
-                            int64_t num_heads, int64_t num_layers, float scale, float soft_cap, float eps) {
+                            Ints window, ffi::AnyBuffer, Floats, ffi::Result<Floats> out,
+                            ffi::Result<ffi::AnyBuffer> kv, ffi::Result<Floats> scales, int64_t num_heads, int64_t num_layers, float scale, float soft_cap, float eps) {
   Shape s = shape_of(qkv.dimensions()[0], num_heads, *kv, layer, window, num_layers, scale, soft_cap);
   Batch batch = batch_of(query_starts, context_lens, block_tables);
-  Number type;
-  if (!number_of(kv->element_type(), &type)) return bad("the pages' type is not supported");
+  Store store;
+  if (!store_of(*kv, *scales, &store)) return bad("the pages' type is not supported");
   if (const char* reason = why_not(s, batch)) return bad(reason);
   int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
   Projected p{qkv.typed_data(), cos.typed_data(), sin.typed_data(), 2 * cos.dimensions()[1], optional(q_norm),
@@ -113,8 +123,8 @@ ffi::Error place_and_attend(ffi::ThreadPool threads, Floats qkv, Floats cos, Flo
   float* q = scratch.get(used * row);
   std::fill(out->typed_data() + used * row, out->typed_data() + s.tokens * row, 0.0f);
   XlaPool pool(threads);
-  place(pool, s, batch, p, kv->untyped_data(), type, q);
-  attend(pool, s, batch, q, kv->untyped_data(), type, optional(sinks), out->typed_data());
+  place(pool, s, batch, p, store, q);
+  attend(pool, s, batch, q, store, optional(sinks), out->typed_data());
   return ffi::Error::Success();
 }
 
@@ -162,6 +172,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_attention, jaxcb::attention,
                                   .JAXCB_INTS    // layer
                                   .JAXCB_INTS    // window
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .JAXCB_FLOATS  // scales
                                   .Ret<jaxcb::Floats>()
                                   .Attr<int64_t>("num_layers")
                                   .Attr<float>("scale")
@@ -182,8 +193,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_place_and_attend, jaxcb::place_and_attend,
                                   .JAXCB_INTS    // layer
                                   .JAXCB_INTS    // window
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .JAXCB_FLOATS  // scales
                                   .Ret<jaxcb::Floats>()
                                   .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<jaxcb::Floats>()  // scales
                                   .Attr<int64_t>("num_heads")
                                   .Attr<int64_t>("num_layers")
                                   .Attr<float>("scale")
