@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
 from jaxcb import validation
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
+from jaxcb.devices import placement_of
 from jaxcb.engine import gpu_memory, prepare, scoring
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
@@ -58,16 +60,24 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig,
         sampling_defaults: Mapping[str, Any] | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
     ):
         """An engine over weights that the caller holds; the native CPU kernels take a copy in their own layout, others
-        use them in place. Call :meth:`compile`, then :meth:`run`; :meth:`start` loads a model and does both."""
+        use them in place. Call :meth:`compile`, then :meth:`run`; :meth:`start` loads a model and does both.
+
+        Arguments:
+            devices: as for :meth:`start`; weights that lie elsewhere are copied to them.
+        """
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
         """Fields of SamplingParams for what an HTTP request, or a call without SamplingParams, leaves out."""
+        self.placement = placement_of(devices, 1)
+        """The devices that it computes on."""
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
-        self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype)
-        params = prepared(params, spec, config)
+        self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype, self.placement)
+        params = prepared(self.placement.put(params), spec, config)
         self._scheduler = scheduler_of(self.config, spec)
         self._runner = Runner(
             spec,
@@ -75,6 +85,7 @@ class Engine:
             buckets_of(self.config),
             shape_of(self.config),
             backend_of(self.config),
+            self.placement,
             processed_logprobs=self.config.logprobs_mode == "processed",
             deterministic=self.config.deterministic,
             fast_norm=self.config.fast_norm,
@@ -110,8 +121,18 @@ class Engine:
         self._thread = threading.Thread(target=self._loop.run, name="jaxcb-engine", daemon=True)
 
     @classmethod
-    def start(cls, config: EngineConfig | None = None, *, progress: bool = True) -> Engine:
+    def start(
+        cls,
+        config: EngineConfig | None = None,
+        *,
+        progress: bool = True,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> Engine:
         """Load the model, compile every program, and run.
+
+        Arguments:
+            progress: show bars while that goes on.
+            devices: to compute on; everything of the engine lies there. Default: jax's first.
 
         Raises:
             ModelError: the model can't be found or read.
@@ -120,8 +141,17 @@ class Engine:
         config = config or EngineConfig()
         if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
             gpu_memory.start_jax(config.gpu_memory_utilization)
-        model = load(config, progress=progress)
-        engine = cls(model.name, model.spec, model.params, model.tokenizer, config, model.sampling_defaults)
+        placement = placement_of(devices, 1)
+        model = load(config, progress=progress, placement=placement)
+        engine = cls(
+            model.name,
+            model.spec,
+            model.params,
+            model.tokenizer,
+            config,
+            model.sampling_defaults,
+            devices=placement.devices,
+        )
         engine.compile(progress=progress)
         engine.run()
         return engine
@@ -368,7 +398,7 @@ class Engine:
         """
         if running not in ("keep", "restart"):
             raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
-        new = prepared(held_params(self.spec, params), self.spec, self.config)
+        new = prepared(held_params(self.spec, params, self.placement), self.spec, self.config)
 
         def swap() -> None:
             self._runner.set_params(new)

@@ -10,6 +10,7 @@ from jaxtyping import DTypeLike
 
 from jaxcb import native
 from jaxcb.config import Backend, EngineConfig
+from jaxcb.devices import Placement
 from jaxcb.engine import gpu_memory
 from jaxcb.engine.gpu_memory import GPUMemory
 from jaxcb.errors import ConfigError
@@ -37,7 +38,9 @@ CPU_COPY_BYTES_PER_S, GPU_LINK_BYTES_PER_S = 4e9, 2e10
 memory; PCIe 4.0 x16, less than which few GPUs have."""
 
 
-def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> EngineConfig:
+def resolve_config(
+    config: EngineConfig, spec: ModelSpec, dtype: DTypeLike, placement: Placement | None = None
+) -> EngineConfig:
     """A config without None (except ``model``, ``revision``, ``max_waiting``).
 
     Call it after the weights are on the device: on a GPU the KV cache takes what they leave.
@@ -52,8 +55,9 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
     most = seqs * -(-max_model_len // config.page_size)
     memory = None
     if not on_cpu and config.num_kv_pages is None and config.kv_cache_memory_bytes is None:
+        device = None if placement is None else placement.devices[0]
         sizes = gpu_memory.Sizes(spec, seqs, budget, max_model_len, config.page_size, jnp.dtype(dtype).itemsize)
-        memory = gpu_memory.measure(config.gpu_memory_utilization, sizes)
+        memory = gpu_memory.measure(config.gpu_memory_utilization, sizes, device)
     pages = _num_pages(config, page_bytes, most, memory)
     capacity = pages * config.page_size
     if capacity < max_model_len:

@@ -50,8 +50,9 @@ class PageMover:
 
     def jobs(self) -> Iterable[Job]:
         """Every program."""
-        pages = jax.ShapeDtypeStruct((PAGES_PER_MOVE,), jnp.int32)
-        rows = jax.ShapeDtypeStruct((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=self._kv.sharding)
+        pages = array((PAGES_PER_MOVE,), jnp.int32)
+        rows = array((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
         copy = jax.jit(
             functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu"), donate_argnums=0
         )

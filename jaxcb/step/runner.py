@@ -20,6 +20,7 @@ from jax.stages import Compiled, Lowered
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array
 
+from jaxcb.devices import Placement, placement_of
 from jaxcb.errors import ModelError
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec
@@ -95,21 +96,25 @@ class Runner:
         buckets: Buckets,
         shape: RunnerShape,
         backend: Backend,
+        placement: Placement | None = None,
         *,
         processed_logprobs: bool = False,
         deterministic: bool = False,
         fast_norm: bool = False,
         processors: Sequence[LogitsProcessor] = (),
     ):
+        self._placement = placement_of(None, 1) if placement is None else placement
         self._deterministic, self._fast_norm = deterministic, fast_norm
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
         self._leaves, self._tree = jax.tree.flatten(params)  # once: a step's call would do it again each time
         self._owners = SlotOwners(shape.num_slots + 1)
-        self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors)
+        self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors, self._placement.whole)
         kv = jax.ShapeDtypeStruct(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))
-        self._empty_pages = jax.jit(functools.partial(_empty_pages, kv, backend)).lower().compile()
+        self._empty_pages = (
+            jax.jit(functools.partial(_empty_pages, kv, backend), out_shardings=self._placement.whole).lower().compile()
+        )
         self._kv: Array = self._empty_pages()
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if platform() == "cpu" else params["embed"]["embedding"].dtype
@@ -132,8 +137,9 @@ class Runner:
         store = None
         if jax.config.values["jax_enable_compilation_cache"]:
             options = compiler_options(deterministic=self._deterministic)
-            devices = sorted(self._kv.devices(), key=lambda device: device.id)
-            store = ProgramStore(cache / "programs", *self._made_from(), options=options, devices=devices)
+            store = ProgramStore(
+                cache / "programs", *self._made_from(), options=options, devices=self._placement.devices
+            )
             store.opened()
         compile_all(self._jobs(), store, progress=progress)
 
@@ -250,7 +256,7 @@ class Runner:
         row_counts = sorted({bucket.num_seqs for bucket in self.buckets})
         mixed_tokens = [bucket.num_tokens for bucket in self.buckets if not bucket.decode_only]
         yield from self._samplers.jobs(params, state, row_counts, mixed_tokens)
-        change = jax.ShapeDtypeStruct((CHANGES_PER_UPLOAD,), jnp.int32)
+        change = self._placement.abstract((CHANGES_PER_UPLOAD,), jnp.int32)
         yield Job(
             "change tables",
             functools.partial(jax.jit(apply_changes, donate_argnums=0).lower, state, change, change),
@@ -264,7 +270,8 @@ def lower_forward(program: StepProgram, params: Params, kv: Any, state: Any) -> 
     leaves, tree = jax.tree.flatten(params)
     options = compiler_options(deterministic=program.deterministic)
     forward = jax.jit(functools.partial(_forward, program, tree), donate_argnums=(1, 2), compiler_options=options)
-    return forward.lower(leaves, kv, state, jax.ShapeDtypeStruct((program.layout.size,), jnp.int32))
+    upload = jax.ShapeDtypeStruct((program.layout.size,), jnp.int32, sharding=state.last_token.sharding)
+    return forward.lower(leaves, kv, state, upload)
 
 
 def _forward(

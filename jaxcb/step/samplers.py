@@ -151,7 +151,8 @@ class Samplers:
         self, params: Params, state: SlotState, row_counts: Iterable[int], mixed_tokens: Iterable[int]
     ) -> Iterable[Job]:
         """Every program. The arguments are abstract."""
-        V, array, fixed = self._spec.vocab_size, jax.ShapeDtypeStruct, self._deterministic
+        V, fixed = self._spec.vocab_size, self._deterministic
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=state.last_token.sharding)
         count, options = array((), jnp.int32), compiler_options(deterministic=fixed)
         for S in row_counts:
             logits, ids = array((S, V), self._dtype), array((S,), jnp.int32)

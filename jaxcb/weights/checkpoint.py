@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcb.devices import Placement, placement_of
 from jaxcb.errors import ModelError
 from jaxcb.models import families
 from jaxcb.models.spec import ModelSpec
@@ -52,8 +53,9 @@ def save_safetensors(
     _copy_small_files(files, dtype, target)
 
 
-def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype) -> dict[str, Any]:
-    """The params pytree of a converted directory, in ``dtype`` (norm scales float32), on the default device.
+def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype, placement: Placement | None = None) -> dict[str, Any]:
+    """The params pytree of a converted directory, in ``dtype`` (norm scales float32), on the placement's devices or on
+    the default one.
 
     Raises:
         ModelError: the checkpoint is damaged, or doesn't hold what ``spec`` describes.
@@ -61,11 +63,11 @@ def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype) -> dict[str, Any
     from orbax.checkpoint import v1 as ocp
 
     path = (directory / ORBAX_FOLDER).absolute()  # orbax takes no other
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    sharding = (placement_of(None, 1) if placement is None else placement).whole
     expected: dict[str, Any] = {}
     for parameter in families.parameters(spec):
         kind = jnp.float32 if parameter.kind == "scale" else dtype
-        families.insert(expected, parameter.path, jax.ShapeDtypeStruct(parameter.shape, kind, sharding=device))
+        families.insert(expected, parameter.path, jax.ShapeDtypeStruct(parameter.shape, kind, sharding=sharding))
     try:
         stored = ocp.metadata(path).metadata
     except Exception as error:  # orbax and tensorstore raise many kinds

@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 from flax import nnx
 
+from jaxcb.devices import Placement
 from jaxcb.errors import ModelError
 from jaxcb.models import families
 from jaxcb.models.spec import ModelSpec
@@ -21,11 +22,12 @@ Path = tuple[str, ...]
 _WEIGHT_NAMES = ("kernel", "weight", "embedding", "scale")
 
 
-def held_params(spec: ModelSpec, params: Any) -> Params:
+def held_params(spec: ModelSpec, params: Any, placement: Placement | None = None) -> Params:
     """The decoder's parameters. Arrays that are as it wants them are used as they are, not copied.
 
     Arguments:
         params: a nested dict or an nnx model; see :class:`jaxcb.held_model.HeldModel`.
+        placement: where they are to lie; None: where they do.
 
     Raises:
         ModelError: a parameter is missing, has another shape, is deleted, or has no place in such a model; the message
@@ -47,9 +49,10 @@ def held_params(spec: ModelSpec, params: Any) -> Params:
             "be left out of every answer"
         )
     result: Params = {}
+    sharding = None if placement is None else placement.whole
     for path, parameter in wanted.items():
         array = arrays[path].astype(jnp.float32) if parameter.kind == "scale" else arrays[path]
-        families.insert(result, parameter.path, jax.device_put(array))
+        families.insert(result, parameter.path, jax.device_put(array, sharding))
     return result
 
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from jaxcb import native
 from jaxcb.config import EngineConfig
+from jaxcb.devices import Placement
 from jaxcb.errors import ModelError
 from jaxcb.held_model import HeldModel
 from jaxcb.models import families
@@ -48,14 +49,18 @@ class LoadedModel:
     """Fields of SamplingParams for what a request leaves out."""
 
 
-def load(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
-    """Find the model of ``config``, and load it onto the default device; ``progress`` shows a bar if that takes long.
+def load(config: EngineConfig, *, progress: bool = False, placement: Placement | None = None) -> LoadedModel:
+    """Find the model of ``config``, and load it.
+
+    Arguments:
+        progress: show a bar if that takes long.
+        placement: the devices to load it onto; None: the default device, or where held parameters lie.
 
     Raises:
         ModelError: the model can't be found, read or understood.
     """
     if isinstance(config.model, HeldModel):
-        return _held(config.model, config)
+        return _held(config.model, config, placement)
     assert not isinstance(config.model, tuple)  # the config has made a HeldModel of it
     files = resolve(config.model, config.revision)
     spec = files.read_spec()
@@ -67,13 +72,13 @@ def load(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
     as_read = config.quantization is None and not config.fast_norm  # else what was read becomes other numbers first
     panels = as_read and _multiplies_panels(config, spec, jnp.dtype(dtype))
     layout: Layout = "panels" if panels else "rows" if as_read else "rows apart"
-    params = load_params(files, spec, jnp.dtype(dtype), progress=progress, layout=layout)
+    params = load_params(files, spec, jnp.dtype(dtype), progress=progress, layout=layout, placement=placement)
     params = prepared(params, spec, config)
     return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer, sampling_defaults=defaults)
 
 
-def _held(model: HeldModel, config: EngineConfig) -> LoadedModel:
-    params = held_params(model.spec, model.params)
+def _held(model: HeldModel, config: EngineConfig, placement: Placement | None) -> LoadedModel:
+    params = held_params(model.spec, model.params, placement)
     dtype = params["embed"]["embedding"].dtype
     if config.dtype not in ("auto", dtype.name):
         raise ModelError(f"the params are {dtype.name}, and dtype asks for {config.dtype}: leave it out")
@@ -118,8 +123,9 @@ def load_params(
     *,
     progress: bool = False,
     layout: Layout = "rows",
+    placement: Placement | None = None,
 ) -> Params:
-    """Read the weights into a nested dict of arrays on the default device, one parameter at a time.
+    """Read the weights into a nested dict of arrays, one parameter at a time.
 
     Arguments:
         files: where they are.
@@ -129,6 +135,7 @@ def load_params(
         layout: "rows" are as the decoder has them. On a CPU they lie in one piece of memory that stays as long as one
             of the arrays does; "rows apart" don't, where some are to be replaced. "panels": in the layout of the
             native kernels, as :func:`jaxcb.weights.panels.in_panels` has it.
+        placement: the devices that they go to; None: the default device.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing or has the wrong shape.
@@ -136,8 +143,9 @@ def load_params(
     if files.format == "orbax":
         from jaxcb.weights import checkpoint
 
-        params = checkpoint.restore(files.directory, spec, dtype)
+        params = checkpoint.restore(files.directory, spec, dtype, placement)
         return in_panels(params) if layout == "panels" else params
+    sharding = None if placement is None else placement.whole
     source = SafetensorsSource(files.directory)
     params = {}
     used = set()
@@ -154,7 +162,7 @@ def load_params(
             array = packed(parameter.path, _assemble(parameter, source, empty), arena)
         else:
             array = _assemble(parameter, source, empty if arena is None else arena.take)
-        families.insert(params, parameter.path, jax.device_put(array))
+        families.insert(params, parameter.path, jax.device_put(array, sharding))
         used |= {tensor.name for tensor in parameter.sources}
     if unused := sorted(source.names - used):
         logger.debug("%s: %d tensors are not used: %s", files.directory, len(unused), ", ".join(unused[:8]))

@@ -28,7 +28,10 @@ def in_panels(params: Params) -> Params:
     for path, array in kernels.items():
         shapes.setdefault(array.dtype, []).append(panels_of(path, array.shape))
     arenas = {dtype: Arena(of_dtype, dtype) for dtype, of_dtype in shapes.items()}
-    packs = {path: jax.device_put(packed(path, array, arenas[array.dtype])) for path, array in kernels.items()}
+    packs = {
+        path: jax.device_put(packed(path, array, arenas[array.dtype]), array.sharding)
+        for path, array in kernels.items()
+    }
     return unflatten_dict(flat | packs)
 
 
