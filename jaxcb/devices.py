@@ -1,18 +1,29 @@
-"""The devices that an engine computes on, and where its arrays lie on them."""
+"""The devices that an engine computes on, and where its arrays lie on them.
+
+On several devices a program runs on all of them at once (``shard_map``), each on its own parts of what is cut, and all
+on the same of what is whole.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from jaxcb.errors import ConfigError
+
+AXIS = "tp"
+"""The mesh's one axis."""
+WHOLE, CUT = PartitionSpec(), PartitionSpec(AXIS)
+"""Every device has all of an array; each has one row of it."""
+PAGES = PartitionSpec(None, None, None, None, AXIS)
+"""KV pages [N, L, 2, page_size, K, D]: each device has some heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,18 +32,36 @@ class Placement:
 
     devices: tuple[jax.Device, ...]
 
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def sharding(self, spec: PartitionSpec) -> Sharding:
+        """Of an array. One device has all of everything."""
+        return SingleDeviceSharding(self.devices[0]) if self.size == 1 else NamedSharding(self.mesh, spec)
+
     @functools.cached_property
     def whole(self) -> Sharding:
         """Every device has all of an array."""
-        return SingleDeviceSharding(self.devices[0])
-
-    def put(self, arrays: Any) -> Any:
-        """A tree of arrays of which every device has all; those that lie so already are taken as they are."""
-        return jax.tree.map(lambda x: x if x.sharding == self.whole else jax.device_put(x, self.whole), arrays)
+        return self.sharding(WHOLE)
 
     def abstract(self, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
         """An array of which every device has all."""
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.whole)
+
+    def spread(self, function: Callable[..., Any], arguments: Any = WHOLE, results: Any = WHOLE) -> Callable[..., Any]:
+        """``function`` on each device's parts; by itself on one device.
+
+        Arguments:
+            arguments, results: the partition of each, or one for all.
+        """
+        if self.size == 1:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
 
 def placement_of(devices: Sequence[jax.Device] | None, count: int) -> Placement:

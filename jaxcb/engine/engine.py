@@ -35,6 +35,7 @@ from jaxcb.held_model import HeldModel
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
+from jaxcb.models.parallel import check_divides
 from jaxcb.request import FinishReason, Pooling, Request
 from jaxcb.step.runner import Runner
 from jaxcb.structured_outputs import StructuredOutputs
@@ -43,6 +44,7 @@ from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
 from jaxcb.weights import load
 from jaxcb.weights.held import held_params
 from jaxcb.weights.loader import prepared
+from jaxcb.weights.placed import placed
 
 
 class Engine:
@@ -72,12 +74,13 @@ class Engine:
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
         """Fields of SamplingParams for what an HTTP request, or a call without SamplingParams, leaves out."""
-        self.placement = placement_of(devices, 1)
+        self.placement = placement_of(devices, config.tensor_parallel_size)
+        check_divides(spec, self.placement.size)
         """The devices that it computes on."""
         self.asked_for = config
         """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype, self.placement)
-        params = prepared(self.placement.put(params), spec, config)
+        params = prepared(placed(params, spec, self.placement), spec, config)
         self._scheduler = scheduler_of(self.config, spec)
         self._runner = Runner(
             spec,
@@ -132,7 +135,7 @@ class Engine:
 
         Arguments:
             progress: show bars while that goes on.
-            devices: to compute on; everything of the engine lies there. Default: jax's first.
+            devices: ``tensor_parallel_size`` to compute on; everything of the engine lies there. Default: jax's first.
 
         Raises:
             ModelError: the model can't be found or read.
@@ -141,7 +144,7 @@ class Engine:
         config = config or EngineConfig()
         if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
             gpu_memory.start_jax(config.gpu_memory_utilization)
-        placement = placement_of(devices, 1)
+        placement = placement_of(devices, config.tensor_parallel_size)
         model = load(config, progress=progress, placement=placement)
         engine = cls(
             model.name,

@@ -15,6 +15,7 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Shaped
 
+from jaxcb.devices import PAGES, WHOLE, Placement, placement_of
 from jaxcb.paging import PageMoves
 from jaxcb.step.jobs import Job
 from pallas_kernels import copy_pages, gather_pages, scatter_pages
@@ -38,28 +39,42 @@ class PageMover:
     Arguments:
         kv: the device's pages, as they are given to every call.
         num_host_pages: pages of host memory.
+        placement: the devices that they lie on; each has some heads.
+        copies: devices that have the same head, beside each other. In host memory there is one of each.
         transfers: :meth:`read` and :meth:`write` will be used.
     """
 
-    def __init__(self, kv: KVPages, num_host_pages: int, backend: Backend, *, transfers: bool = False):
+    def __init__(
+        self,
+        kv: KVPages,
+        num_host_pages: int,
+        backend: Backend,
+        placement: Placement | None = None,
+        *,
+        copies: int = 1,
+        transfers: bool = False,
+    ):
         self.num_host_pages, self._transfers = num_host_pages, transfers
         self._kv, self._backend = jax.ShapeDtypeStruct(kv.shape, kv.dtype, sharding=kv.sharding), backend
-        self._host = np.empty((num_host_pages + 1, *kv.shape[1:]), kv.dtype)  # the system gives memory page by page
+        self._placement, self._copies = placement_of(None, 1) if placement is None else placement, copies
+        self.page_shape = (*kv.shape[1:4], kv.shape[4] // copies, kv.shape[5])
+        """[L, 2, page_size, K, D] of a page in host memory."""
+        self._host = np.empty((num_host_pages + 1, *self.page_shape), kv.dtype)  # the system gives memory page by page
         self._leaving: deque[tuple[list[int], jax.Array]] = deque()
         self._programs: dict[str, Compiled] = {}
 
     def jobs(self) -> Iterable[Job]:
         """Every program."""
-        array = functools.partial(jax.ShapeDtypeStruct, sharding=self._kv.sharding)
-        pages = array((PAGES_PER_MOVE,), jnp.int32)
-        rows = array((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
-        copy = jax.jit(
-            functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu"), donate_argnums=0
+        spread, pages = self._placement.spread, self._placement.abstract((PAGES_PER_MOVE,), jnp.int32)
+        rows = jax.ShapeDtypeStruct(
+            (PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype, sharding=self._placement.sharding(PAGES)
         )
+        one_copy = functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu")
+        copy = jax.jit(spread(one_copy, (PAGES, WHOLE, WHOLE), PAGES), donate_argnums=0)
         yield self._job("copy", copy, pages, pages)
         if self.num_host_pages or self._transfers:
-            yield self._job("gather", jax.jit(gather_pages), pages)
-            scatter = jax.jit(scatter_pages, donate_argnums=0)
+            yield self._job("gather", jax.jit(spread(gather_pages, (PAGES, WHOLE), PAGES)), pages)
+            scatter = jax.jit(spread(scatter_pages, (PAGES, WHOLE, PAGES), PAGES), donate_argnums=0)
             yield self._job("scatter", scatter, pages, rows)
 
     def move(self, kv: KVPages, moves: PageMoves) -> KVPages:
@@ -78,17 +93,17 @@ class PageMover:
         parts = []
         for batch in _batches([(page, 0) for page in pages]):
             rows = self._programs["gather"](kv, _columns(batch)[0])
-            parts.append(np.asarray(rows)[: len(batch)])
-        return np.concatenate(parts) if parts else np.empty((0, *self._kv.shape[1:]), self._kv.dtype)
+            parts.append(self._on_host(rows)[: len(batch)])
+        return np.concatenate(parts) if parts else np.empty((0, *self.page_shape), self._kv.dtype)
 
     def write(self, kv: KVPages, pages: list[int], rows: Shaped[np.ndarray, "n L 2 page_size K D"]) -> KVPages:
         """Give device pages the content of another engine's. ``kv`` is donated."""
         for start in range(0, len(pages), PAGES_PER_MOVE):
             batch = pages[start : start + PAGES_PER_MOVE]
-            padded = np.zeros((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype)
+            padded = np.zeros((PAGES_PER_MOVE, *self.page_shape), self._kv.dtype)
             padded[: len(batch)] = rows[start : start + len(batch)]
             _, destinations = _columns([(0, page) for page in batch])
-            kv = self._programs["scatter"](kv, destinations, padded)
+            kv = self._programs["scatter"](kv, destinations, self._for_devices(padded))
         return kv
 
     def measure(self, kv: KVPages, rounds: int = 3) -> tuple[KVPages, float]:
@@ -118,11 +133,20 @@ class PageMover:
         host_pages, pages = _columns(pairs)
         while any(not set(host_pages.tolist()).isdisjoint(leaving) for leaving, _ in self._leaving):
             self._arrive()
-        return self._programs["scatter"](kv, pages, self._host[host_pages])  # indexing makes a copy for the upload
+        rows = self._for_devices(self._host[host_pages])  # indexing makes a copy for the upload
+        return self._programs["scatter"](kv, pages, rows)
 
     def _arrive(self) -> None:
         host_pages, rows = self._leaving.popleft()
-        self._host[host_pages] = np.asarray(rows)[: len(host_pages)]
+        self._host[host_pages] = self._on_host(rows)[: len(host_pages)]
+
+    def _on_host(self, rows: jax.Array) -> np.ndarray:
+        """Gathered pages with every head once."""
+        return np.asarray(rows)[..., :: self._copies, :]
+
+    def _for_devices(self, rows: np.ndarray) -> np.ndarray:
+        """Pages with every head as often as there are devices that have it."""
+        return rows if self._copies == 1 else np.repeat(rows, self._copies, -2)
 
     def _job(self, name: str, program: Any, *arguments: jax.ShapeDtypeStruct) -> Job:
         lower = functools.partial(program.lower, self._kv, *arguments)

@@ -11,12 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxcb.devices import Placement, placement_of
 from jaxcb.errors import ModelError
 from jaxcb.models import families
+from jaxcb.models.parallel import check_divides
 from jaxcb.models.spec import ModelSpec
 from jaxcb.weights import hf_files
+from jaxcb.weights.placed import placed
 from jaxcb.weights.resolve import ORBAX_FOLDER, ModelFiles
 
 _SMALL_FILES = ("*.json", "*.jinja")
@@ -63,7 +66,10 @@ def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype, placement: Place
     from orbax.checkpoint import v1 as ocp
 
     path = (directory / ORBAX_FOLDER).absolute()  # orbax takes no other
-    sharding = (placement_of(None, 1) if placement is None else placement).whole
+    placement = placement_of(None, 1) if placement is None else placement
+    apart = placement.size > 1  # each is given its parts then
+    sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0]) if apart else placement.whole
+    check_divides(spec, placement.size)
     expected: dict[str, Any] = {}
     for parameter in families.parameters(spec):
         kind = jnp.float32 if parameter.kind == "scale" else dtype
@@ -74,9 +80,10 @@ def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype, placement: Place
         raise ModelError(f"{path} is not a readable Orbax checkpoint: {error}") from error
     _check_shapes(path, expected, stored)
     try:
-        return ocp.load(path, expected)
+        params = ocp.load(path, expected)
     except Exception as error:
         raise ModelError(f"{path} can't be restored: {error}") from error
+    return placed(params, spec, placement) if apart else params
 
 
 def _check_shapes(path: Path, expected: dict[str, Any], stored: Any) -> None:

@@ -16,6 +16,7 @@ from jaxcb.errors import ModelError
 from jaxcb.models import families
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text import Tokenizer
+from jaxcb.weights.placed import placer
 
 Params = dict[str, Any]
 Path = tuple[str, ...]
@@ -49,10 +50,10 @@ def held_params(spec: ModelSpec, params: Any, placement: Placement | None = None
             "be left out of every answer"
         )
     result: Params = {}
-    sharding = None if placement is None else placement.whole
+    place = placer(spec, placement)
     for path, parameter in wanted.items():
         array = arrays[path].astype(jnp.float32) if parameter.kind == "scale" else arrays[path]
-        families.insert(result, parameter.path, jax.device_put(array, sharding))
+        families.insert(result, parameter.path, place(parameter.path, array))
     return result
 
 

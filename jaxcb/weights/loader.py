@@ -26,6 +26,7 @@ from jaxcb.text.tokenizer import Tokenizer
 from jaxcb.weights.held import held_params, no_tokenizer
 from jaxcb.weights.memory import Arena
 from jaxcb.weights.panels import in_panels, multiplied, packed, panels_of
+from jaxcb.weights.placed import placer
 from jaxcb.weights.quantize import quantize
 from jaxcb.weights.resolve import ModelFiles, resolve
 from jaxcb.weights.safetensors_source import SafetensorsSource
@@ -68,8 +69,9 @@ def load(config: EngineConfig, *, progress: bool = False, placement: Placement |
     tokenizer = Tokenizer.from_dir(files.directory)
     dtype = config.dtype
     if dtype == "auto":
-        dtype = default_dtype(jax.default_backend(), native=native.usable(config.backend))
-    as_read = config.quantization is None and not config.fast_norm  # else what was read becomes other numbers first
+        dtype = default_dtype(jax.default_backend(), native=_native_usable(config))
+    # Else what was read becomes other numbers first, or is cut.
+    as_read = config.quantization is None and not config.fast_norm and config.tensor_parallel_size == 1
     panels = as_read and _multiplies_panels(config, spec, jnp.dtype(dtype))
     layout: Layout = "panels" if panels else "rows" if as_read else "rows apart"
     params = load_params(files, spec, jnp.dtype(dtype), progress=progress, layout=layout, placement=placement)
@@ -99,7 +101,11 @@ def prepared(params: Params, spec: ModelSpec, config: EngineConfig) -> Params:
 
 def _multiplies_panels(config: EngineConfig, spec: ModelSpec, dtype: jnp.dtype) -> bool:
     """Whether the native kernels will run the model."""
-    return native.usable(config.backend) and native.why_not(spec, dtype) is None
+    return _native_usable(config) and native.why_not(spec, dtype) is None
+
+
+def _native_usable(config: EngineConfig) -> bool:
+    return config.tensor_parallel_size == 1 and native.usable(config.backend)
 
 
 def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat16"]:
@@ -145,7 +151,7 @@ def load_params(
 
         params = checkpoint.restore(files.directory, spec, dtype, placement)
         return in_panels(params) if layout == "panels" else params
-    sharding = None if placement is None else placement.whole
+    place = placer(spec, placement)
     source = SafetensorsSource(files.directory)
     params = {}
     used = set()
@@ -162,7 +168,7 @@ def load_params(
             array = packed(parameter.path, _assemble(parameter, source, empty), arena)
         else:
             array = _assemble(parameter, source, empty if arena is None else arena.take)
-        families.insert(params, parameter.path, jax.device_put(array, sharding))
+        families.insert(params, parameter.path, place(parameter.path, array))
         used |= {tensor.name for tensor in parameter.sources}
     if unused := sorted(source.names - used):
         logger.debug("%s: %d tensors are not used: %s", files.directory, len(unused), ", ".join(unused[:8]))
