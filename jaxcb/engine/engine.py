@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import random
 import threading
@@ -12,31 +11,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
-from jaxtyping import Float
 
 from jaxcb import validation
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
 from jaxcb.devices import placement_of
-from jaxcb.engine import gpu_memory, prepare, scoring
+from jaxcb.engine import gpu_memory, prepare
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
 from jaxcb.engine.inbox import Arrival, Forks, Inbox
 from jaxcb.engine.loop import StepLoop
+from jaxcb.engine.serving import ServingEngine
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.stream import OutputStream, deliver, running_loop
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, QueueFullError, RequestError
-from jaxcb.grammar import GrammarCompiler
+from jaxcb.grammar import Grammar, GrammarCompiler
 from jaxcb.held_model import HeldModel
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import check_divides
-from jaxcb.request import FinishReason, Pooling, Request
+from jaxcb.request import FinishReason, Request
+from jaxcb.scheduler import SchedulerLimits
 from jaxcb.step.runner import Runner
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text import Tokenizer
@@ -47,8 +46,8 @@ from jaxcb.weights.loader import prepared
 from jaxcb.weights.placed import placed
 
 
-class Engine:
-    """Serves requests until :meth:`shutdown`. Every public method may be called from any thread.
+class Engine(ServingEngine):
+    """One engine, on devices of its own. What its public methods do is said in :class:`ServingEngine`.
 
     The way of a request: ``submit`` validates it and puts it in the inbox; the engine's thread moves it to the
     scheduler before the next plan; committed tokens go to the text thread, which feeds the request's OutputStream.
@@ -73,12 +72,10 @@ class Engine:
         """
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
-        """Fields of SamplingParams for what an HTTP request, or a call without SamplingParams, leaves out."""
+        check_divides(spec, config.tensor_parallel_size)
         self.placement = placement_of(devices, config.tensor_parallel_size)
-        check_divides(spec, self.placement.size)
         """The devices that it computes on."""
         self.asked_for = config
-        """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype, self.placement)
         params = prepared(placed(params, spec, self.placement), spec, config)
         self._scheduler = scheduler_of(self.config, spec)
@@ -171,59 +168,54 @@ class Engine:
 
     # ------------------------------------------------------------------ for callers
 
-    def submit(self, request: Request) -> OutputStream:
-        """Queue a request for one answer; its results come out of the stream, which belongs to the running asyncio
-        loop if there is one, else to threads.
-
-        Raises:
-            RequestError: the request is impossible, or asks for several answers; nothing is kept of it.
-            QueueFullError: ``max_waiting`` requests wait already.
-            EngineStoppedError: the engine was shut down or has failed.
-        """
-        prepare.check_single(request)
-        return self._submit(request, running_loop())[0]
-
-    def submit_blocking(self, request: Request) -> OutputStream:
-        """As :meth:`submit`, for a caller that blocks even where an asyncio loop runs (a notebook cell, say)."""
-        prepare.check_single(request)
-        return self._submit(request, None)[0]
-
     def submit_choices(self, request: Request, *, blocking: bool = False) -> list[OutputStream]:
-        """Queue a request for all its answers (``n``, or ``best_of``), a stream for each. They share the prompt's KV
-        and draw by seeds of their own. Errors as for :meth:`submit`; ``blocking`` as for :meth:`submit_blocking`."""
-        return self._submit(request, None if blocking else running_loop())
+        request, grammar = self._prepared(request)
+        loop = None if blocking else running_loop()
+        with self._inbox.lock:
+            self._check_room(request)
+            request = prepare.with_seed(request, self._random)
+            choices = prepare.choices_of(request)
+            streams = [OutputStream(choice, _not_yet, loop, index) for index, choice in enumerate(choices)]
+            self._arrive(request.request_id, choices, streams, grammar)
+        return streams
 
-    def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> list[OutputStream]:
+    def submit_into(self, request: Request, streams: Sequence[OutputStream]) -> None:
+        """Queue a request whose answers go into streams that the caller made, one for each of
+        :func:`jaxcb.engine.prepare.choices_of` it, in their order. It brings its seed, if it draws.
+
+        Errors as for :meth:`submit_choices`.
+        """
+        request, grammar = self._prepared(request)
+        with self._inbox.lock:
+            self._check_room(request)
+            self._arrive(request.request_id, prepare.choices_of(request), streams, grammar)
+
+    def _prepared(self, request: Request) -> tuple[Request, Grammar | None]:
+        """What is done of a request before the lock is taken, which takes its time."""
         self.check_request(request)
         request = prepare.with_words(request, self.tokenizer)
         request = prepare.with_processor_states(request, self.config.logits_processors)
         structured = request.sampling.structured_outputs
-        grammar = None if structured is None else self._grammars.compile(structured)
-        count = request.sampling.num_choices
-        with self._inbox.lock:
-            self._inbox.check_open(request.request_id)
-            limit = self.config.max_waiting
-            if limit is not None and (num_waiting := self._num_waiting()) + count > limit:
-                raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
-            request = prepare.with_seed(request, self._random)
-            choices, streams = [], []
-            for index in range(count):
-                choice = prepare.choice_of(request, index)
-                key, stream = self._open(request.request_id, choice, index, loop)
-                choices.append(dataclasses.replace(choice, request_id=key))
-                streams.append(stream)
-            self._inbox.put(Arrival(choices, grammar))
-        return streams
+        return request, None if structured is None else self._grammars.compile(structured)
+
+    def _check_room(self, request: Request) -> None:
+        """Raise if the engine takes nothing now. The caller holds the inbox's lock."""
+        self._inbox.check_open(request.request_id)
+        limit = self.config.max_waiting
+        if limit is not None and (num_waiting := self._num_waiting()) + request.sampling.num_choices > limit:
+            raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
+
+    def _arrive(
+        self, request_id: str, choices: Sequence[Request], streams: Sequence[OutputStream], grammar: Grammar | None
+    ) -> None:
+        """Put a request into the inbox. The caller holds its lock."""
+        keys = [self._open(request_id, choice, stream) for choice, stream in zip(choices, streams, strict=True)]
+        own = [dataclasses.replace(choice, request_id=key) for choice, key in zip(choices, keys, strict=True)]
+        self._inbox.put(Arrival(own, grammar))
 
     def fork(
         self, parents: Sequence[OutputStream], children: Sequence[tuple[Request, int]], *, blocking: bool = False
     ) -> list[OutputStream]:
-        """Put requests in the place of running ones of one answer: beam search. ``parents`` end when the next step is
-        planned; each child is given with the index of the parent whose beginning it shares, pages included, if both
-        find room in that step (else it is computed, or found in the prefix cache).
-
-        Errors as for :meth:`submit`; nothing is kept of any child. The queue's limit doesn't hold for them.
-        """
         for request, _ in children:
             prepare.check_single(request)
             self.check_request(request)
@@ -232,30 +224,24 @@ class Engine:
         loop = None if blocking else running_loop()
         with self._inbox.lock:
             self._inbox.check_open()
-            known = [next(iter(self._inbox.keys_of(parent.request.request_id)), None) for parent in parents]
+            known = [self._inbox.key_of(parent) for parent in parents]
             streams, forks = [], []
             for request, parent in children:
-                key, stream = self._open(request.request_id, request, 0, loop)
+                stream = OutputStream(request, _not_yet, loop)
+                key = self._open(request.request_id, request, stream)
                 request = prepare.with_processor_states(request, self.config.logits_processors)
                 forks.append((dataclasses.replace(request, request_id=key), known[parent]))
                 streams.append(stream)
             self._inbox.put(Forks(forks, [key for key in known if key is not None]))
         return streams
 
-    def _open(
-        self,
-        request_id: str,
-        choice: Request,
-        index: int,
-        loop: asyncio.AbstractEventLoop | None,
-    ) -> tuple[str, OutputStream]:
-        """A key and a stream for one answer. The caller holds the inbox's lock."""
-        key, stream = self._inbox.open(request_id, choice, index, loop)
+    def _open(self, request_id: str, choice: Request, stream: OutputStream) -> str:
+        """A key for one answer. The caller holds the inbox's lock."""
+        key = self._inbox.open(request_id, stream)
         self._text.open(key, choice)
-        return key, stream
+        return key
 
     def check_request(self, request: Request) -> None:
-        """Raise RequestError if the request can never run. Keeps nothing."""
         self._scheduler.check_request(request)  # first: it bounds the number of tokens to look at
         validation.check_vocabulary("prompt", request.prompt_token_ids, self.spec.vocab_size)
         sampling = request.sampling
@@ -272,54 +258,10 @@ class Engine:
                 param="n" if sampling.best_of is None else "best_of",
             )
 
-    def embed(
-        self, texts: Sequence[scoring.Text], *, pooling: Pooling = "last", normalize: bool = True
-    ) -> Float[np.ndarray, "n E"]:
-        """Embeddings of texts (or token ids): the last token's final hidden state, or the mean of all, divided by its
-        length if ``normalize``. Blocks; :meth:`embed_async` is for coroutines.
-
-        Raises:
-            RequestError: one is empty or too long; nothing was started.
-            EngineStoppedError: the engine stopped meanwhile.
-        """
-        requests = scoring.embed_requests(self, texts, pooling)
-        return scoring.embeddings(self, scoring.complete(self, requests), normalize=normalize)
-
-    async def embed_async(
-        self, texts: Sequence[scoring.Text], *, pooling: Pooling = "last", normalize: bool = True
-    ) -> Float[np.ndarray, "n E"]:
-        """See :meth:`embed`."""
-        requests = scoring.embed_requests(self, texts, pooling)
-        return scoring.embeddings(self, await scoring.complete_async(self, requests), normalize=normalize)
-
-    def score(self, pairs: Sequence[tuple[scoring.Text, scoring.Text]]) -> list[scoring.Score]:
-        """How likely each continuation is after its context: pairs of two texts, or of two lists of token ids. Contexts
-        that begin alike are computed once (prefix cache). Blocks; :meth:`score_async` is for coroutines.
-
-        Raises:
-            RequestError: a pair is too long or its context empty; nothing was started.
-            EngineStoppedError: the engine stopped meanwhile.
-        """
-        requests = scoring.score_requests(self, pairs)
-        return scoring.scores(requests, scoring.complete(self, requests))
-
-    async def score_async(self, pairs: Sequence[tuple[scoring.Text, scoring.Text]]) -> list[scoring.Score]:
-        """See :meth:`score`."""
-        requests = scoring.score_requests(self, pairs)
-        return scoring.scores(requests, await scoring.complete_async(self, requests))
-
     def compile_grammar(self, structured: StructuredOutputs) -> None:
-        """Compile what a request to come asks for, and keep it: ``submit`` then finds it. ``submit`` does it too, where
-        it is called; this is for callers who must not block there, such as an asyncio loop. Takes milliseconds as a
-        rule, a second for the first one of all, and never more than ``jaxcb.grammar.compiler.TIMEOUT_S``.
-
-        Raises:
-            RequestError: it can't be compiled, or not be held to exactly; ``.param`` names the field.
-        """
         self._grammars.compile(structured)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request. Its stream ends with ``FinishReason.ABORT``. Harmless if it has ended."""
         for key in self._inbox.keys_of(request_id):
             self._inbox.end(key, FinishReason.ABORT)
 
@@ -347,8 +289,10 @@ class Engine:
             raise ConfigError(f"the pages hold {theirs}, this engine's hold {ours}", param="page_size")
         return self._inbox.call(lambda: self._core.import_prefix(prefix, cache_salt))
 
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        return {"0": self.stats()}
+
     def stats(self) -> EngineStats:
-        """A snapshot of gauges and totals."""
         scheduler, counters = self._scheduler, self._scheduler.counters
         now_s = time.monotonic()
         with self._inbox.lock:
@@ -376,29 +320,16 @@ class Engine:
             finished=finished,
             uptime_s=now_s - self._started_s,
             stalled_s=stalled_s,
+            healthy=self.healthy,
         )
 
     def pause(self) -> None:
-        """Make no more steps until :meth:`resume`: what runs keeps its pages, what comes waits."""
         self._inbox.pause()
 
     def resume(self) -> None:
-        """End a pause. Harmless without one."""
         self._inbox.resume()
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
-        """Compute with other weights of the same model from the next step on; every prefix is forgotten. The arrays are
-        shared, not copied, but by the native CPU kernels, which have a layout of their own.
-
-        Arguments:
-            params: as for :class:`jaxcb.held_model.HeldModel`.
-            running: what becomes of requests that run. "restart": they keep their tokens so far, whose KV is computed
-                again with the new weights; "keep": they go on from the KV that they have.
-
-        Raises:
-            ModelError: the parameters are not those of this model.
-            EngineStoppedError: the engine has stopped.
-        """
         if running not in ("keep", "restart"):
             raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
         new = prepared(held_params(self.spec, params, self.placement), self.spec, self.config)
@@ -414,12 +345,6 @@ class Engine:
         self._inbox.call(swap)
 
     def sleep(self) -> None:
-        """Give the memory of the KV cache back until :meth:`wake`, to a training step, say. Requests wait meanwhile;
-        those that run compute the KV of their tokens so far again afterwards. Harmless while asleep.
-
-        Raises:
-            EngineStoppedError: the engine has stopped.
-        """
         self.pause()
 
         def drop() -> None:
@@ -432,12 +357,6 @@ class Engine:
         self._inbox.call(drop)
 
     def wake(self) -> None:
-        """Take the memory of the KV cache again and go on. Harmless while awake.
-
-        Raises:
-            EngineStoppedError: the engine has stopped.
-        """
-
         def take() -> None:
             if self._inbox.asleep:
                 self._runner.take_pages()
@@ -447,11 +366,6 @@ class Engine:
         self.resume()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix. What runs goes on.
-
-        Raises:
-            EngineStoppedError: the engine has stopped.
-        """
         self._inbox.call(self._scheduler.cache.reset)
 
     @property
@@ -460,7 +374,6 @@ class Engine:
 
     @property
     def accepting(self) -> bool:
-        """False once a shutdown has begun: requests are refused."""
         return self._inbox.accepting
 
     @property
@@ -469,11 +382,9 @@ class Engine:
         return self._inbox.error is None and not self._inbox.stopping
 
     @property
-    def max_choices(self) -> int:
-        """Most answers of one request."""
-        limit = self.config.max_num_seqs
-        assert limit is not None  # the config is resolved
-        return limit
+    def limits(self) -> SchedulerLimits:
+        """What its scheduler may use."""
+        return self._scheduler.limits
 
     @property
     def num_programs(self) -> int:
@@ -481,7 +392,6 @@ class Engine:
         return len(self._runner.buckets)
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new requests, give the open ones up to ``drain_s`` seconds, abort the rest, end the threads."""
         self._inbox.stop(drain_s)
         if self._thread.is_alive():
             self._thread.join()
@@ -492,12 +402,6 @@ class Engine:
         for file in (self._step_log, self._trace):
             if file is not None:
                 file.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.shutdown()
 
     def _check_transfer(self) -> None:
         if not self.config.kv_transfer:
@@ -517,3 +421,7 @@ class Engine:
     def _texted(self, start_s: float, end_s: float, num_events: int) -> None:
         assert self._trace is not None
         self._trace.span("text", "text", start_s, end_s, tokens=num_events)
+
+
+def _not_yet() -> None:
+    """How a stream ends its request before the inbox has given it a way."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import threading
@@ -78,6 +77,8 @@ class Inbox:
         self._items: list[Item] = []
         # Inside the engine a request goes by a key of our own: a client may use its id again at once.
         self._keys: dict[str, list[str]] = {}
+        self._ids: dict[str, str] = {}
+        """The request of a key: not its stream's, which may go by another name where it was made."""
         self._streams: dict[str, OutputStream] = {}
         self._num_opened = 0
 
@@ -95,18 +96,17 @@ class Inbox:
         if request_id in self._keys:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
 
-    def open(
-        self, request_id: str, choice: Request, index: int, loop: asyncio.AbstractEventLoop | None
-    ) -> tuple[str, OutputStream]:
-        """A key and a stream for one answer of a request. The caller holds the lock."""
+    def open(self, request_id: str, stream: OutputStream) -> str:
+        """A key for one answer of a request, which goes to this stream from now on. The caller holds the lock."""
         self._num_opened += 1
         if not self._streams:
             self.progress_s = time.monotonic()
-        key = f"{self._num_opened}-{index}-{choice.request_id}"
-        stream = OutputStream(choice, functools.partial(self.end, key, FinishReason.ABORT), loop, index)
+        key = f"{self._num_opened}-{stream.index}-{request_id}"
+        stream.given_to(functools.partial(self.end, key, FinishReason.ABORT))
         self._streams[key] = stream
+        self._ids[key] = request_id
         self._keys.setdefault(request_id, []).append(key)
-        return key, stream
+        return key
 
     def put(self, item: Item) -> None:
         with self.lock:
@@ -121,6 +121,10 @@ class Inbox:
         """Of the open answers of a request."""
         with self.lock:
             return list(self._keys.get(request_id, ()))
+
+    def key_of(self, stream: OutputStream) -> str | None:
+        """Of the open answer that goes to this stream; beam search asks for a few. The caller holds the lock."""
+        return next((key for key, other in self._streams.items() if other is stream), None)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, between two steps, and wait for its result.
@@ -206,10 +210,11 @@ class Inbox:
                 if update.finish_reason is not None:
                     self.finished[update.finish_reason] += 1
                     del self._streams[key]
-                    keys = self._keys[stream.request.request_id]
+                    request_id = self._ids.pop(key)
+                    keys = self._keys[request_id]
                     keys.remove(key)
                     if not keys:
-                        del self._keys[stream.request.request_id]
+                        del self._keys[request_id]
             if not self._streams:
                 self.lock.notify_all()
         return found

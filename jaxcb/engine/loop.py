@@ -39,7 +39,12 @@ class StepLoop:
             logger.exception("the step loop failed")
             message = f"the engine failed: {type(error).__name__}: {error}"
             self._inbox.fail(message)
-            self._text.put([TextEvent(key, None, FinishReason.ERROR, error=message) for key in self._inbox.open_keys()])
+            self._text.put(
+                [
+                    TextEvent(key, None, FinishReason.ERROR, error=message, engine_failed=True)
+                    for key in self._inbox.open_keys()
+                ]
+            )
 
     def emit(self, events: list[TokenEvent]) -> None:
         """Send tokens and endings on to the text thread."""

@@ -59,7 +59,12 @@ def check_single(request: Request) -> None:
         )
 
 
-def choice_of(request: Request, index: int) -> Request:
+def choices_of(request: Request) -> list[Request]:
+    """The requests of all answers, ``n`` or ``best_of`` of them."""
+    return [_choice_of(request, index) for index in range(request.sampling.num_choices)]
+
+
+def _choice_of(request: Request, index: int) -> Request:
     """The request of one answer. Its seed follows from the request's and the index, so each can be had again."""
     sampling = request.sampling
     if sampling.num_choices == 1:

@@ -43,6 +43,8 @@ class TextEvent:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    engine_failed: bool = False
+    """The error ends every request of the engine."""
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: Float[np.ndarray, "E"] | None = None
@@ -57,6 +59,7 @@ class TextUpdate:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     error: str | None
+    engine_failed: bool
     num_cached_tokens: int
     num_preemptions: int
     first_token_s: float | None
@@ -114,6 +117,7 @@ class _TextState:
             finish_reason=reason,
             stop_reason=stop,
             error=event.error,
+            engine_failed=event.engine_failed,
             num_cached_tokens=event.num_cached_tokens,
             num_preemptions=event.num_preemptions,
             first_token_s=self.first_token_s,
