@@ -25,7 +25,7 @@ from jaxcb.engine.serving import ServingEngine
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.step_log import StepLog
-from jaxcb.engine.stream import OutputStream, deliver, running_loop
+from jaxcb.engine.stream import OutputStream, deliver, nobody, running_loop
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, QueueFullError, RequestError
 from jaxcb.grammar import Grammar, GrammarCompiler
@@ -175,7 +175,7 @@ class Engine(ServingEngine):
             self._check_room(request)
             request = prepare.with_seed(request, self._random)
             choices = prepare.choices_of(request)
-            streams = [OutputStream(choice, _not_yet, loop, index) for index, choice in enumerate(choices)]
+            streams = [OutputStream(choice, nobody, loop, index) for index, choice in enumerate(choices)]
             self._arrive(request.request_id, choices, streams, grammar)
         return streams
 
@@ -227,7 +227,7 @@ class Engine(ServingEngine):
             known = [self._inbox.key_of(parent) for parent in parents]
             streams, forks = [], []
             for request, parent in children:
-                stream = OutputStream(request, _not_yet, loop)
+                stream = OutputStream(request, nobody, loop)
                 key = self._open(request.request_id, request, stream)
                 request = prepare.with_processor_states(request, self.config.logits_processors)
                 forks.append((dataclasses.replace(request, request_id=key), known[parent]))
@@ -421,7 +421,3 @@ class Engine(ServingEngine):
     def _texted(self, start_s: float, end_s: float, num_events: int) -> None:
         assert self._trace is not None
         self._trace.span("text", "text", start_s, end_s, tokens=num_events)
-
-
-def _not_yet() -> None:
-    """How a stream ends its request before the inbox has given it a way."""

@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
+
+State = Literal["ok", "stalled", "stopped"]
+STALLED_S = 60.0
+"""With work and without a step for so long, an engine hangs (vllm#17972: a hang with /health at 200)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,12 @@ class EngineStats:
     """Since a step was last done although there is work; 0 while there is none, and in a pause."""
     healthy: bool = True
     """False once the step loop has failed or was shut down."""
+
+    @property
+    def state(self) -> State:
+        if not self.healthy:
+            return "stopped"
+        return "stalled" if self.stalled_s >= STALLED_S else "ok"
 
     @classmethod
     def total(cls, parts: Sequence[EngineStats]) -> EngineStats:

@@ -33,8 +33,8 @@ class OutputStream:
         self.request, self.index = request, index
         self.loop = loop
         self._abort = abort
-        self.has_begun = False
-        """A token has been delivered, read or not."""
+        self.num_delivered = 0
+        """Tokens of the answer that came out of an engine, read or not."""
         self.at_end: Callable[[TextUpdate], bool] | None = None
         """Called on an engine's text thread with the update that ends its part, before that is delivered. True: the
         reader isn't to see it, for the answer goes on elsewhere."""
@@ -167,7 +167,7 @@ def deliver(updates: Iterable[tuple[OutputStream, TextUpdate]]) -> None:
     """Hand updates over from the engine's side: one wake-up of each asyncio loop, however many streams it has."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, TextUpdate]]] = {}
     for stream, update in updates:
-        stream.has_begun = stream.has_begun or bool(update.token_ids)
+        stream.num_delivered += len(update.token_ids)
         if update.finish_reason is not None and stream.at_end is not None and stream.at_end(update):
             continue
         if stream.loop is None:
@@ -193,3 +193,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def nobody() -> None:
+    """Who ends the request of a stream that was given to nobody yet."""

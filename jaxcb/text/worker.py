@@ -69,6 +69,25 @@ class TextUpdate:
     prompt_logprobs: Logprobs | None
     embedding: Float[np.ndarray, "E"] | None
 
+    @classmethod
+    def ending(cls, reason: FinishReason, now_s: float, error: str | None = None) -> TextUpdate:
+        """The end of a request that no engine has taken up; with an error, it is the engines'."""
+        return cls(
+            token_ids=[],
+            text="",
+            finish_reason=reason,
+            stop_reason=None,
+            error=error,
+            engine_failed=error is not None,
+            num_cached_tokens=0,
+            num_preemptions=0,
+            first_token_s=None,
+            finished_s=now_s,
+            logprobs=[],
+            prompt_logprobs=None,
+            embedding=None,
+        )
+
     def extend(self, later: TextUpdate) -> None:
         """Merge the update that follows this one into it."""
         later.token_ids = self.token_ids + later.token_ids
