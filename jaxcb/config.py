@@ -56,6 +56,9 @@ class EngineConfig(SchedulingKnobs):
         max_num_batched_tokens: the token budget of one step. Default 512 on a CPU, 2048 on a GPU.
         decode_buckets: row counts below ``max_num_seqs`` for which a decode step is compiled. Default: by platform.
         mixed_buckets: token counts below ``max_num_batched_tokens`` for which a step with prompt chunks is compiled.
+        tensor_parallel_size: devices that the model is cut over: each has some heads, some features of the MLP and a
+            part of the vocabulary. What is said of memory below is of each. Not for the native CPU kernels: a CPU that
+            counts as several devices runs XLA's.
         page_size: tokens in a KV page; a power of two from 8 to 128.
         num_kv_pages: usable pages of the KV cache. Default: as many as ``kv_cache_memory_bytes`` holds.
         kv_cache_memory_bytes: memory for the KV cache. Default: on a GPU what ``gpu_memory_utilization`` leaves after
@@ -102,6 +105,7 @@ class EngineConfig(SchedulingKnobs):
     max_num_batched_tokens: int | None = None
     decode_buckets: tuple[int, ...] | None = None
     mixed_buckets: tuple[int, ...] | None = None
+    tensor_parallel_size: int = 1
     page_size: int = 16
     num_kv_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -171,6 +175,15 @@ class EngineConfig(SchedulingKnobs):
             given = validation.shown(self.logits_processors)
             raise ConfigError(f"logits_processors must hold LogitsProcessors, got {given}", param="logits_processors")
         self._set("logits_processors", tuple(self.logits_processors))
+        size = validation.integer("tensor_parallel_size", self.tensor_parallel_size, low=1, error=ConfigError)
+        self._set("tensor_parallel_size", size)
+        for name in ("quantization", "fast_norm") if size > 1 else ():
+            if getattr(self, name):
+                raise ConfigError(f"{name} is for one device, not for tensor_parallel_size {size}", param=name)
+        if size > 1 and self.kv_cache_dtype == "int8":
+            raise ConfigError(
+                f"kv_cache_dtype int8 is for one device, not for tensor_parallel_size {size}", param="kv_cache_dtype"
+            )
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))

@@ -22,7 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxcb.config import EngineConfig
-from jaxcb.engine import Engine
+from jaxcb.engine import Engine, ServingEngine
 from jaxcb.errors import ConfigError, RequestError
 from jaxcb.generate import generate
 from jaxcb.request import FinishReason, SamplingParams
@@ -46,7 +46,7 @@ class JaxcbLM(LM):
 
     def __init__(
         self,
-        engine: Engine | None = None,
+        engine: ServingEngine | None = None,
         *,
         progress: bool = True,
         batch_size: Any = None,

@@ -1,6 +1,6 @@
-"""Several engines behind one door: which of them is given a request.
+"""Several engines behind one queue: which of them is given a request.
 
-An engine here is anything with ``submit``, ``stats`` and ``shutdown``; nothing below that line is known.
+An engine here is what :class:`jaxcb.engine.Engine` shows to callers; nothing below that line is known.
 """
 
 from jaxcb.cluster.replicas import Replicas

@@ -82,13 +82,13 @@ def start_jax(utilization: float) -> None:
     _started = utilization
 
 
-def measure(utilization: float, sizes: Sizes) -> GPUMemory:
-    """The account of the first GPU. Call it when the weights are there and nothing else is.
+def measure(utilization: float, sizes: Sizes, device: jax.Device | None = None) -> GPUMemory:
+    """The account of a GPU, or of the first. Call it when the weights are there and nothing else is.
 
     Raises:
         ConfigError: jax keeps no account of the GPU's memory.
     """
-    stats = jax.local_devices()[0].memory_stats() or {}
+    stats = (device or jax.local_devices()[0]).memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError(
             "jax doesn't say how much of the GPU's memory is free (another allocator, XLA_PYTHON_CLIENT_ALLOCATOR?): "

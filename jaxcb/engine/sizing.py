@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ from jaxtyping import DTypeLike
 
 from jaxcb import native
 from jaxcb.config import Backend, EngineConfig
+from jaxcb.devices import Placement
 from jaxcb.engine import gpu_memory
 from jaxcb.engine.gpu_memory import GPUMemory
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
+from jaxcb.models.parallel import spec_of_part
 from jaxcb.scheduler import Scheduler, SchedulerLimits
 from jaxcb.scheduler.replay import RecordingScheduler
 from jaxcb.sizing import (
@@ -29,7 +32,10 @@ from jaxcb.sizing import (
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.kv_pool import SCALE_BYTES
 from jaxcb.step.runner import RunnerShape
+from pallas_kernels import default_backend
 from pallas_kernels.platform import platform
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CPU_KV_BYTES = 2**30
@@ -38,7 +44,9 @@ CPU_COPY_BYTES_PER_S, GPU_LINK_BYTES_PER_S = 4e9, 2e10
 memory; PCIe 4.0 x16, less than which few GPUs have."""
 
 
-def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> EngineConfig:
+def resolve_config(
+    config: EngineConfig, spec: ModelSpec, dtype: DTypeLike, placement: Placement | None = None
+) -> EngineConfig:
     """A config without None (except ``model``, ``revision``, ``max_waiting``).
 
     Call it after the weights are on the device: on a GPU the KV cache takes what they leave.
@@ -49,12 +57,14 @@ def resolve_config(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> E
     on_cpu = platform() == "cpu"
     max_model_len = wanted_model_len(config, spec.max_position)
     seqs, budget = batch_limits(config, max_model_len, on_cpu=on_cpu)
-    page_bytes = kv_bytes_per_token(config, spec, jnp.dtype(dtype).itemsize) * config.page_size
+    part = spec_of_part(spec, config.tensor_parallel_size)
+    page_bytes = kv_bytes_per_token(config, part, jnp.dtype(dtype).itemsize) * config.page_size
     most = seqs * -(-max_model_len // config.page_size)
     memory = None
     if not on_cpu and config.num_kv_pages is None and config.kv_cache_memory_bytes is None:
-        sizes = gpu_memory.Sizes(spec, seqs, budget, max_model_len, config.page_size, jnp.dtype(dtype).itemsize)
-        memory = gpu_memory.measure(config.gpu_memory_utilization, sizes)
+        device = None if placement is None else placement.devices[0]
+        sizes = gpu_memory.Sizes(part, seqs, budget, max_model_len, config.page_size, jnp.dtype(dtype).itemsize)
+        memory = gpu_memory.measure(config.gpu_memory_utilization, sizes, device)
     pages = _num_pages(config, page_bytes, most, memory)
     capacity = pages * config.page_size
     if capacity < max_model_len:
@@ -146,7 +156,9 @@ def buckets_of(config: EngineConfig) -> Buckets:
 
 
 def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend:
-    backend = native.choose(config.backend, spec, dtype)
+    backend = (
+        _backend_of_part(config) if config.tensor_parallel_size > 1 else native.choose(config.backend, spec, dtype)
+    )
     if config.quantization is not None and backend != "native":
         raise ConfigError(
             f"quantization {config.quantization} needs the native CPU backend, this engine has {backend} "
@@ -164,6 +176,20 @@ def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend
             param="backend",
         )
     return backend
+
+
+def _backend_of_part(config: EngineConfig) -> Backend:
+    """That of a model which is cut over several devices."""
+    asked = native.asked_for(config.backend)
+    if asked == "native":
+        raise ConfigError(
+            f"backend native runs on one device, not on tensor_parallel_size {config.tensor_parallel_size}: leave it "
+            "out",
+            param="backend",
+        )
+    if asked is None and platform() == "cpu":
+        logger.info("XLA runs this model: the native CPU kernels run on one device")
+    return asked or default_backend()
 
 
 def backend_of(config: EngineConfig) -> Backend:

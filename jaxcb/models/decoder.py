@@ -24,6 +24,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from jaxcb.models.parallel import ALONE, TensorParallel
 from jaxcb.models.product import product
 from jaxcb.models.rope import rope_tables, rotate
 from jaxcb.models.spec import ModelSpec
@@ -132,11 +133,12 @@ def apply_layer(
     sin: Float[Array, "T half_D"],
     attend: Attend,
     in_tiles: InTiles = directly,
+    parallel: TensorParallel = ALONE,
 ) -> tuple[Float[Array, "T E"], KV]:
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     q, k, v = in_tiles(functools.partial(_queries_keys_values, spec, parts), x, cos, sin)
     kv, out = attend(index, kv, q, k, v)
-    return in_tiles(functools.partial(_mix, parts), x, out.reshape(x.shape[0], spec.q_size)), kv
+    return in_tiles(functools.partial(_mix, parts, parallel), x, out.reshape(x.shape[0], spec.q_size)), kv
 
 
 def _queries_keys_values(
@@ -157,11 +159,13 @@ def _queries_keys_values(
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def _mix(parts: Layer | RolledLayer, x: Float[Array, "T E"], attended: Float[Array, "T HD"]) -> Float[Array, "T E"]:
+def _mix(
+    parts: Layer | RolledLayer, parallel: TensorParallel, x: Float[Array, "T E"], attended: Float[Array, "T HD"]
+) -> Float[Array, "T E"]:
     """What comes after attention: its projection, and the MLP."""
-    x = x + parts.o(attended)
+    x = x + parallel.sum(parts.o(attended))
     gate, up = jnp.split(parts.gate_up(parts.post_norm(x)), 2, -1)
-    return x + parts.down(jax.nn.silu(gate) * up)
+    return x + parallel.sum(parts.down(jax.nn.silu(gate) * up))
 
 
 class Embedding(nnx.Module):
@@ -186,9 +190,6 @@ class Decoder(nnx.Module):
         self.final_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = None if spec.tie_word_embeddings else Head(spec, dtype, rngs)
 
-    def embed_tokens(self, token_ids: Int[Array, "T"]) -> Float[Array, "T E"]:
-        return jnp.take(self.embed.embedding[...], token_ids, axis=0, mode="clip")
-
     def logits(self, hidden: Float[Array, "S E"]) -> Float[Array, "S V"]:
         head = self.embed.embedding[...] if self.lm_head is None else self.lm_head.kernel[...]
         return product(self.final_norm(hidden), head)
@@ -212,39 +213,54 @@ def apply_layers(
     kv: KV,
     attend: Attend,
     in_tiles: InTiles = directly,
+    parallel: TensorParallel = ALONE,
 ) -> tuple[Float[Array, "T E"], KV]:
     """The residual stream after the last layer, before the final norm, and the updated ``kv``. Call it inside jit.
 
     On a GPU the layers are unrolled, so that the step has no control flow and becomes one CUDA graph. On a CPU they
     are rolled into a loop: a 30-layer step then compiles in a tenth of the time and computes the same bits. The
     stream is float32 there whatever the weights are, since products are fast with a float32 result only.
+
+    Where the model is cut over several devices, ``spec`` and ``params`` are those of one part
+    (:mod:`jaxcb.models.parallel`).
     """
     decoder = _merge(spec, params)
     cos, sin = in_tiles(functools.partial(rope_tables, spec.rope, spec.head_dim), positions)
-    x = decoder.embed_tokens(token_ids)
+    x = parallel.embed(decoder.embed.embedding[...], token_ids)
     if platform() == "cpu":
-        return _rolled(decoder, x.astype(jnp.float32), kv, cos, sin, attend, in_tiles)
+        return _rolled(decoder, x.astype(jnp.float32), kv, cos, sin, attend, in_tiles, parallel)
     for index, layer in enumerate(decoder.layers):
-        x, kv = apply_layer(spec, layer, index, x, kv, cos, sin, attend, in_tiles)
+        x, kv = apply_layer(spec, layer, index, x, kv, cos, sin, attend, in_tiles, parallel)
     return x, kv
 
 
 def _rolled(
-    decoder: Decoder, x: Float[Array, "T E"], kv: KV, cos: Array, sin: Array, attend: Attend, in_tiles: InTiles
+    decoder: Decoder,
+    x: Float[Array, "T E"],
+    kv: KV,
+    cos: Array,
+    sin: Array,
+    attend: Attend,
+    in_tiles: InTiles,
+    parallel: TensorParallel,
 ) -> tuple[Float[Array, "T E"], KV]:
     layers, spec = list(decoder.layers), decoder.spec
 
     def body(index: Int[Array, ""], carry: tuple[Array, KV]) -> tuple[Array, KV]:
-        return apply_layer(spec, RolledLayer(layers, index), index, *carry, cos, sin, attend, in_tiles)
+        return apply_layer(spec, RolledLayer(layers, index), index, *carry, cos, sin, attend, in_tiles, parallel)
 
     return lax.fori_loop(0, spec.num_layers, body, (x, kv))
 
 
 def apply_head(
-    spec: ModelSpec, params: Params, hidden: Float[Array, "S E"], in_tiles: InTiles = directly
+    spec: ModelSpec,
+    params: Params,
+    hidden: Float[Array, "S E"],
+    in_tiles: InTiles = directly,
+    parallel: TensorParallel = ALONE,
 ) -> Float[Array, "S V"]:
     """Logits of the given rows of :func:`apply_layers`."""
-    return in_tiles(_merge(spec, params).logits, hidden)
+    return parallel.logits(in_tiles(_merge(spec, params).logits, hidden))
 
 
 @functools.lru_cache(maxsize=8)

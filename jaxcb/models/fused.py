@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcb.models.decoder import Params
+from jaxcb.models.parallel import ALONE, TensorParallel
 from jaxcb.models.product import rounded_product
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec
@@ -61,6 +62,7 @@ def apply_layers(
     *,
     decode_only: bool,
     fast_norm: bool,
+    parallel: TensorParallel = ALONE,
 ) -> tuple[Float[Array, "T E"], Pages]:
     """As :func:`jaxcb.models.decoder.apply_layers`: the residual stream after the last layer, and the pages.
 
@@ -69,8 +71,8 @@ def apply_layers(
         fast_norm: ``params`` went through :func:`fold_norms`.
     """
     angles = rope_tables(spec.rope, spec.head_dim, places.positions)
-    x = jnp.take(params["embed"]["embedding"], token_ids, axis=0, mode="clip")
-    layer = _Layer(spec, places, angles, attend, decode_only, fast_norm)
+    x = parallel.embed(params["embed"]["embedding"], token_ids)
+    layer = _Layer(spec, places, angles, attend, decode_only, fast_norm, parallel)
     y = None
     for index in range(spec.num_layers):
         x, y, kv = layer(params["layers"][index], index, x, y, kv)
@@ -81,8 +83,8 @@ class _Layer(NamedTuple):
     """What all layers share.
 
     The stream is x + y, where y is what the last product adds. The library adds it as it stores, but not always for a
-    single row, whose product XLA writes itself where the weight is small: so there the next norm adds it, and y isn't
-    None.
+    single row, whose product XLA writes itself where the weight is small, and it can't where the devices of a cut model
+    add theirs up first: so there the next norm adds it, and y isn't None.
     """
 
     spec: ModelSpec
@@ -91,6 +93,7 @@ class _Layer(NamedTuple):
     attend: AttendPages
     decode_only: bool
     fast_norm: bool
+    parallel: TensorParallel
 
     def __call__(
         self, layer: Mapping[str, Any], index: int, x: Float[Array, "T E"], y: Float[Array, "T E"] | None, kv: Pages
@@ -121,7 +124,8 @@ class _Layer(NamedTuple):
     def _added(
         self, x: Float[Array, "T E"], y: Float[Array, "T E"]
     ) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | None]:
-        return (x, y) if x.shape[0] == 1 and not self.fast_norm else (x + y, None)
+        apart = x.shape[0] == 1 or self.parallel.size > 1
+        return (x, self.parallel.sum(y)) if apart and not self.fast_norm else (x + y, None)
 
     def _normed_product(
         self, layer: Mapping[str, Any], norm: str, linear: str, x: Float[Array, "T E"], y: Float[Array, "T E"] | None

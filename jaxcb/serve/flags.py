@@ -79,6 +79,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits and memory")
+    limits.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N", help="devices to cut the model over")
     limits.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of a prompt and its answer")
     limits.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences in a step")
     limits.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step")

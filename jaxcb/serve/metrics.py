@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from jaxcb.request import RequestOutput
 
 if TYPE_CHECKING:
-    from jaxcb.engine import Engine, EngineStats
+    from jaxcb.engine import EngineStats, ServingEngine
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
@@ -25,7 +25,7 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 class Metrics:
     """One registry a server. Histograms are filled here; the rest is read from the engine at every scrape."""
 
-    def __init__(self, engine: Engine, model_name: str):
+    def __init__(self, engine: ServingEngine, model_name: str):
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, model_name))
 
@@ -58,7 +58,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads ``Engine.stats()`` at scrape time, so that gauges are never stale."""
 
-    def __init__(self, engine: Engine, model_name: str):
+    def __init__(self, engine: ServingEngine, model_name: str):
         self._engine = engine
         self._model_name = model_name
 

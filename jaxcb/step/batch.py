@@ -26,15 +26,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
+from jaxcb.devices import on_device
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.sampling import Controls, Draws
 from jaxcb.sampling_params import MAX_FORBIDDEN_IDS
 from jaxcb.scheduler import StepPlan
 from jaxcb.scheduler.plan import IN_FLIGHT
 from jaxcb.step.buckets import Bucket
-from jaxcb.step.controls import ControlLayout, on_device
+from jaxcb.step.controls import ControlLayout
 from jaxcb.step.owners import DRAW_COLUMNS, SlotOwners
 from jaxcb.step.processors import ProcessorRows, at_rest
 
@@ -196,13 +198,18 @@ class SlotState(NamedTuple):
 
     @staticmethod
     def at_rest(
-        num_slots: int, table_width: int, controls: ControlLayout, processors: Sequence[LogitsProcessor] = ()
+        num_slots: int,
+        table_width: int,
+        controls: ControlLayout,
+        processors: Sequence[LogitsProcessor] = (),
+        sharding: Sharding | None = None,
     ) -> SlotState:
+        """Of slots that nobody owns."""
         return SlotState(
-            last_token=on_device(np.zeros(num_slots + 1, np.int32)),
-            block_tables=on_device(np.zeros((num_slots + 1, table_width), np.int32)),
-            controls=controls.at_rest(num_slots + 1),
-            processors=tuple(at_rest(processor, num_slots + 1) for processor in processors),
+            last_token=on_device(np.zeros(num_slots + 1, np.int32), sharding),
+            block_tables=on_device(np.zeros((num_slots + 1, table_width), np.int32), sharding),
+            controls=controls.at_rest(num_slots + 1, sharding),
+            processors=tuple(at_rest(processor, num_slots + 1, sharding) for processor in processors),
         )
 
 

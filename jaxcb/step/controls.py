@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
+from jaxcb.devices import on_device
 from jaxcb.request import Request
 from jaxcb.sampling import Controls
 from jaxcb.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_DRY_BREAKERS, MAX_LOGIT_BIAS, SamplingParams
@@ -58,10 +60,12 @@ class ControlLayout:
         """int32 values of a row."""
         return sum(math.prod(shape) for shape, _ in self.fields.values())
 
-    def at_rest(self, num_slots: int) -> Controls:
+    def at_rest(self, num_slots: int, sharding: Sharding | None = None) -> Controls:
         """Every slot asks for nothing. (Zeros would: no id is allowed, and penalties divide by zero.)"""
         row = self.unpack(self.pack(None))
-        return jax.tree.map(lambda values: on_device(np.broadcast_to(values, (num_slots, *values.shape))), row)
+        return jax.tree.map(
+            lambda values: on_device(np.broadcast_to(values, (num_slots, *values.shape)), sharding), row
+        )
 
     def pack(self, request: Request | None, token_ids: Sequence[int] = ()) -> np.ndarray:
         """The row of a request that enters with ``token_ids`` known (its prompt, and its answer so far after a
@@ -103,11 +107,6 @@ class ControlLayout:
         bits = np.zeros(num_words * 32, np.uint8)
         bits[list(allowed)] = 1
         return np.packbits(bits, bitorder="little").view("<u4")
-
-
-def on_device(values: np.ndarray) -> Array:
-    """A copy, which may be donated. It compiles nothing, as jnp.zeros and its like do."""
-    return jax.device_put(values, may_alias=False)
 
 
 def rows_of(controls: Controls, slots: Int[Array, "S"]) -> Controls:

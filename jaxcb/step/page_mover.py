@@ -15,9 +15,10 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Shaped
 
+from jaxcb.devices import PAGES, WHOLE, Placement, placement_of
 from jaxcb.paging import PageMoves
 from jaxcb.step.jobs import Job
-from jaxcb.step.kv_pool import KVPages, gather_rows, scatter_rows
+from jaxcb.step.kv_pool import KVPages, PageRows, gather_rows, scatter_rows
 from pallas_kernels import copy_pages
 from pallas_kernels.metadata import Backend
 from pallas_kernels.platform import platform
@@ -37,33 +38,45 @@ class PageMover:
     Arguments:
         kv: the device's pages, as they are given to every call.
         num_host_pages: pages of host memory.
+        placement: the devices that they lie on; each has some heads.
+        copies: devices that have the same head, beside each other. In host memory there is one of each.
         transfers: :meth:`read` and :meth:`write` will be used.
     """
 
-    def __init__(self, kv: KVPages, num_host_pages: int, backend: Backend, *, transfers: bool = False):
+    def __init__(
+        self,
+        kv: KVPages,
+        num_host_pages: int,
+        backend: Backend,
+        placement: Placement | None = None,
+        *,
+        copies: int = 1,
+        transfers: bool = False,
+    ):
         self.num_host_pages, self._transfers = num_host_pages, transfers
         self._kv, self._backend = jax.tree.map(_abstract, kv), backend
-        self._pages = jax.ShapeDtypeStruct((PAGES_PER_MOVE,), jnp.int32)
-        self._rows = jax.eval_shape(gather_rows, self._kv, self._pages)
-        self._host = np.empty((num_host_pages + 1, *self._rows.shape[1:]), self._rows.dtype)  # it comes page by page
+        self._placement, self._copies = placement_of(None, 1) if placement is None else placement, copies
+        self._pages = self._placement.abstract((PAGES_PER_MOVE,), jnp.int32)
+        rows = jax.eval_shape(gather_rows, self._kv, self._pages)
+        self.rows = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=self._placement.sharding(PAGES))
+        """What :meth:`gather` gives and :meth:`scatter` takes."""
+        page = rows.shape[1:] if copies == 1 else (*rows.shape[1:4], rows.shape[4] // copies, rows.shape[5])
+        self.page = jax.ShapeDtypeStruct(page, rows.dtype)
+        """A page where it has left the pool: a row of what :meth:`read` returns."""
+        self._host = np.empty((num_host_pages + 1, *page), rows.dtype)  # the system gives memory page by page
         self._leaving: deque[tuple[list[int], jax.Array]] = deque()
         self._programs: dict[str, Compiled] = {}
 
     def jobs(self) -> Iterable[Job]:
         """Every program."""
-        copy = jax.jit(
-            functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu"), donate_argnums=0
-        )
+        spread = self._placement.spread
+        one_copy = functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu")
+        copy = jax.jit(spread(one_copy, (PAGES, WHOLE, WHOLE), PAGES), donate_argnums=0)
         yield self._job("copy", copy, self._pages, self._pages)
         if self.num_host_pages or self._transfers:
-            yield self._job("gather", jax.jit(gather_rows), self._pages)
-            scatter = jax.jit(scatter_rows, donate_argnums=0)
-            yield self._job("scatter", scatter, self._pages, self._rows)
-
-    @property
-    def page(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a page where it has left the pool: a row of what :meth:`read` returns."""
-        return jax.ShapeDtypeStruct(self._rows.shape[1:], self._rows.dtype)
+            yield self._job("gather", jax.jit(spread(gather_rows, (PAGES, WHOLE), PAGES)), self._pages)
+            scatter = jax.jit(spread(scatter_rows, (PAGES, WHOLE, PAGES), PAGES), donate_argnums=0)
+            yield self._job("scatter", scatter, self._pages, self.rows)
 
     def move(self, kv: KVPages, moves: PageMoves) -> KVPages:
         """Out, in, copy. ``kv`` is donated where pages are written; the result takes its place."""
@@ -79,20 +92,29 @@ class PageMover:
     def read(self, kv: KVPages, pages: list[int]) -> Shaped[np.ndarray, "n ..."]:
         """The content of device pages, for another engine. Waits for the steps in flight."""
         parts = []
-        for batch in _batches([(page, 0) for page in pages]):
-            rows = self._programs["gather"](kv, _columns(batch)[0])
-            parts.append(np.asarray(rows)[: len(batch)])
-        return np.concatenate(parts) if parts else np.empty((0, *self._rows.shape[1:]), self._rows.dtype)
+        for start in range(0, len(pages), PAGES_PER_MOVE):
+            batch = pages[start : start + PAGES_PER_MOVE]
+            parts.append(self._on_host(self.gather(kv, batch))[: len(batch)])
+        return np.concatenate(parts) if parts else np.empty((0, *self.page.shape), self.page.dtype)
 
     def write(self, kv: KVPages, pages: list[int], rows: Shaped[np.ndarray, "n ..."]) -> KVPages:
         """Give device pages the content of another engine's. ``kv`` is donated."""
         for start in range(0, len(pages), PAGES_PER_MOVE):
             batch = pages[start : start + PAGES_PER_MOVE]
-            padded = np.zeros(self._rows.shape, self._rows.dtype)
+            padded = np.zeros((PAGES_PER_MOVE, *self.page.shape), self.page.dtype)
             padded[: len(batch)] = rows[start : start + len(batch)]
-            _, destinations = _columns([(0, page) for page in batch])
-            kv = self._programs["scatter"](kv, destinations, padded)
+            kv = self.scatter(kv, batch, self._for_devices(padded))
         return kv
+
+    def gather(self, kv: KVPages, pages: list[int]) -> PageRows:
+        """A copy of at most PAGES_PER_MOVE pages as the steps launched so far leave them, on the device; n is
+        PAGES_PER_MOVE, and what stands after the pages is of no meaning. Waits for nothing."""
+        return self._programs["gather"](kv, _columns([(page, 0) for page in pages])[0])
+
+    def scatter(self, kv: KVPages, pages: list[int], rows: PageRows | np.ndarray) -> KVPages:
+        """Give at most PAGES_PER_MOVE device pages the content that stands in as many rows, n of them as of
+        :meth:`gather`. ``kv`` is donated; steps to come wait for the rows, if they are not ready."""
+        return self._programs["scatter"](kv, _columns([(0, page) for page in pages])[1], rows)
 
     def measure(self, kv: KVPages, rounds: int = 3) -> tuple[KVPages, float]:
         """Seconds in which a page moves to host memory or back, the best of some rounds of one call each way.
@@ -121,11 +143,20 @@ class PageMover:
         host_pages, pages = _columns(pairs)
         while any(not set(host_pages.tolist()).isdisjoint(leaving) for leaving, _ in self._leaving):
             self._arrive()
-        return self._programs["scatter"](kv, pages, self._host[host_pages])  # indexing makes a copy for the upload
+        rows = self._for_devices(self._host[host_pages])  # indexing makes a copy for the upload
+        return self._programs["scatter"](kv, pages, rows)
 
     def _arrive(self) -> None:
         host_pages, rows = self._leaving.popleft()
-        self._host[host_pages] = np.asarray(rows)[: len(host_pages)]
+        self._host[host_pages] = self._on_host(rows)[: len(host_pages)]
+
+    def _on_host(self, rows: jax.Array) -> np.ndarray:
+        """Gathered pages with every head once."""
+        return np.asarray(rows) if self._copies == 1 else np.asarray(rows)[..., :: self._copies, :]
+
+    def _for_devices(self, rows: np.ndarray) -> np.ndarray:
+        """Pages with every head as often as there are devices that have it."""
+        return rows if self._copies == 1 else np.repeat(rows, self._copies, -2)
 
     def _job(self, name: str, program: Any, *arguments: jax.ShapeDtypeStruct) -> Job:
         lower = functools.partial(program.lower, self._kv, *arguments)

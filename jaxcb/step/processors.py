@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxcb.devices import on_device
 from jaxcb.logits_processor import LogitsProcessor
-from jaxcb.step.controls import on_device
 
 
 class ProcessorRows(NamedTuple):
@@ -24,12 +25,12 @@ class ProcessorRows(NamedTuple):
     """As its ``blank``, with a leading axis."""
 
 
-def at_rest(processor: LogitsProcessor, num_slots: int) -> ProcessorRows:
+def at_rest(processor: LogitsProcessor, num_slots: int, sharding: Sharding | None = None) -> ProcessorRows:
     def repeated(value: Any) -> Array:
         value = np.asarray(value)
-        return on_device(np.broadcast_to(value, (num_slots, *value.shape)))
+        return on_device(np.broadcast_to(value, (num_slots, *value.shape)), sharding)
 
-    return ProcessorRows(on_device(np.zeros(num_slots, bool)), jax.tree.map(repeated, processor.blank))
+    return ProcessorRows(on_device(np.zeros(num_slots, bool), sharding), jax.tree.map(repeated, processor.blank))
 
 
 def row_of(processors: Sequence[LogitsProcessor], states: Sequence[Any]) -> tuple[ProcessorRows, ...]:

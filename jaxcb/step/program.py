@@ -18,6 +18,7 @@ from jaxcb.models import ModelSpec, apply_head, apply_layers
 from jaxcb.models import fused as fused_models
 from jaxcb.models import native as native_models
 from jaxcb.models.decoder import LayerIndex, Params, rms_norm
+from jaxcb.models.parallel import ALONE, TensorParallel
 from jaxcb.models.tiles import CPU_ROWS, GPU_ROWS, SAMPLER_ROWS, InTiles, directly, tiles_of
 from jaxcb.sampling import Controls, Draws, Tier, sample
 from jaxcb.sampling.controls import keep_allowed
@@ -45,7 +46,8 @@ class ForwardResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """Traces one bucket's forward. ``page_size`` and ``backend`` are the engine's."""
+    """Traces one bucket's forward. ``page_size`` and ``backend`` are the engine's; of a model that is cut over several
+    devices, ``spec`` is one part's."""
 
     spec: ModelSpec
     layout: StepLayout
@@ -54,9 +56,11 @@ class StepProgram:
     deterministic: bool = False
     fast_norm: bool = False
     """The norms' scales are in the weights (:func:`jaxcb.models.fused.fold_norms`)."""
+    parallel: TensorParallel = ALONE
 
     def forward(self, params: Params, kv: KVPages, state: SlotState, upload: Int[Array, "size"]) -> ForwardResult:
         """Write the step's K and V into their pages and compute the logits of each row's last token."""
+        params = self.parallel.own(params)
         batch = self.layout.unpack(upload)
         state = apply_changes(state, batch.change_index, batch.change_page)
         slots = batch.slots[batch.token_rows]
@@ -66,7 +70,9 @@ class StepProgram:
         if not self.layout.bucket.decode_only:
             last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
         num_rows = jnp.sum(batch.context_lens > 0)
-        logits = head_logits(self.spec, self.backend, params, last, num_rows, deterministic=self.deterministic)
+        logits = head_logits(
+            self.spec, self.backend, params, last, num_rows, self.parallel, deterministic=self.deterministic
+        )
         return ForwardResult(kv, state, logits, self.layout.sample_part(upload), None if last is hidden else hidden)
 
     def _layers(
@@ -112,6 +118,7 @@ class StepProgram:
                 attend_pages,
                 decode_only=self.layout.bucket.decode_only,
                 fast_norm=self.fast_norm,
+                parallel=self.parallel,
             )
             return hidden, like(kv, flat_pages)
 
@@ -124,7 +131,9 @@ class StepProgram:
             branches = [functools.partial(kind, layer=layer) for kind in kinds]
             return kv, lax.switch(jnp.asarray(kind_of_layer)[layer], branches, q, kv)
 
-        hidden, flat_pages = apply_layers(spec, params, token_ids, batch.positions, flat_pages, attend, in_tiles)
+        hidden, flat_pages = apply_layers(
+            spec, params, token_ids, batch.positions, flat_pages, attend, in_tiles, self.parallel
+        )
         return hidden, like(kv, flat_pages)
 
     def _native_layers(
@@ -234,9 +243,11 @@ def prompt_logprobs(
     *,
     every: bool,
     deterministic: bool = False,
+    parallel: TensorParallel = ALONE,
 ) -> RowLogprobs:
     """Log-probabilities of the tokens that follow some positions of a step; of the first ``num_rows`` of them."""
-    logits = head_logits(spec, backend, params, hidden[rows], num_rows, deterministic=deterministic)
+    params = parallel.own(params)
+    logits = head_logits(spec, backend, params, hidden[rows], num_rows, parallel, deterministic=deterministic)
     return token_logprobs(logits, targets, num_rows, every=every, deterministic=deterministic)
 
 
@@ -279,13 +290,14 @@ def head_logits(
     params: Params,
     hidden: Float[Array, "S E"],
     num_rows: Int[Array, ""],
+    parallel: TensorParallel = ALONE,
     *,
     deterministic: bool = False,
 ) -> Float[Array, "S V"]:
     """Logits; of the first ``num_rows`` rows at least."""
     if backend == "native":
         return native_models.apply_head(spec, params, hidden, num_rows)
-    return apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic))
+    return apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic), parallel)
 
 
 def compiler_options(*, deterministic: bool) -> dict[str, bool | str] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from jax.stages import Compiled, Lowered
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array
 
+from jaxcb.devices import PAGES, WHOLE, Placement, placement_of
 from jaxcb.errors import ModelError
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
+from jaxcb.models.parallel import TensorParallel, partitions, spec_of_part
 from jaxcb.paging import PageMoves
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes
@@ -98,37 +100,47 @@ class Runner:
         buckets: Buckets,
         shape: RunnerShape,
         backend: Backend,
+        placement: Placement | None = None,
         *,
         processed_logprobs: bool = False,
         deterministic: bool = False,
         fast_norm: bool = False,
         processors: Sequence[LogitsProcessor] = (),
     ):
+        self._placement = placement = placement_of(None, 1) if placement is None else placement
+        self._part = spec_of_part(spec, placement.size)
+        self._parallel = TensorParallel(placement.size, spec.vocab_size, in_order=deterministic)
         self._deterministic, self._fast_norm = deterministic, fast_norm
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
         self._leaves, self._tree = jax.tree.flatten(params)  # once: a step's call would do it again each time
         self._owners = SlotOwners(shape.num_slots + 1)
-        self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors)
-        dtype = kv_dtype(params["embed"]["embedding"].dtype, backend)
-        kv = pool_of(kv_shape(spec, shape), dtype, int8=shape.int8_kv)
-        self._empty_pages = jax.jit(functools.partial(_empty_pages, kv, backend)).lower().compile()
+        self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors, placement.whole)
+        dtype = params["embed"]["embedding"].dtype
+        kv = pool_of(kv_shape(self._part, shape, placement.size), kv_dtype(dtype, backend), int8=shape.int8_kv)
+        empty_pages = functools.partial(_empty_pages, kv, backend)
+        self._empty_pages = jax.jit(empty_pages, out_shardings=placement.sharding(PAGES)).lower().compile()
         self._kv: KVPages = self._empty_pages()
         self._forward: dict[Bucket, Compiled] = {}
-        logits_dtype = jnp.float32 if platform() == "cpu" else params["embed"]["embedding"].dtype
+        logits_dtype = jnp.float32 if platform() == "cpu" else dtype
         self._processed_logprobs = processed_logprobs
         self._samplers = Samplers(
-            spec,
+            self._part,
             backend,
             controls,
             logits_dtype,
             processed=processed_logprobs,
             deterministic=deterministic,
             processors=processors,
+            placement=placement,
+            parallel=self._parallel,
         )
         self._change: Compiled | None = None
-        self._mover = PageMover(self._kv, shape.num_host_pages, backend, transfers=shape.transfers)
+        copies = placement.size * self._part.num_kv_heads // spec.num_kv_heads
+        self._mover = PageMover(
+            self._kv, shape.num_host_pages, backend, placement, copies=copies, transfers=shape.transfers
+        )
 
     def compile(self, cache: Path, *, progress: bool = True) -> None:
         """Compile every program, several at once, or load it from the directory ``cache``, where compiled ones are
@@ -136,8 +148,9 @@ class Runner:
         store = None
         if jax.config.values["jax_enable_compilation_cache"]:
             options = compiler_options(deterministic=self._deterministic)
-            devices = sorted(jax.tree.leaves(self._kv)[0].devices(), key=lambda device: device.id)
-            store = ProgramStore(cache / "programs", *self._made_from(), options=options, devices=devices)
+            store = ProgramStore(
+                cache / "programs", *self._made_from(), options=options, devices=self._placement.devices
+            )
             store.opened()
         compile_all(self._jobs(), store, progress=progress)
 
@@ -208,6 +221,14 @@ class Runner:
         """See :meth:`PageMover.write`."""
         self._kv = self._mover.write(self._kv, pages, rows)
 
+    def gather_pages(self, pages: list[int]) -> Array:
+        """See :meth:`PageMover.gather`."""
+        return self._mover.gather(self._kv, pages)
+
+    def scatter_pages(self, pages: list[int], rows: Any) -> None:
+        """See :meth:`PageMover.scatter`."""
+        self._kv = self._mover.scatter(self._kv, pages, rows)
+
     def measure_host_page_s(self) -> float:
         """See :meth:`PageMover.measure`; between two steps."""
         self._kv, seconds = self._mover.measure(self._kv)
@@ -217,6 +238,11 @@ class Runner:
     def page_shape(self) -> tuple[tuple[int, ...], Any]:
         """Shape and dtype of a page that :meth:`read_pages` returns: [L, 2, page_size, K, D], of int8 pages bytes."""
         return self._mover.page.shape, self._mover.page.dtype
+
+    @property
+    def page_rows(self) -> jax.ShapeDtypeStruct:
+        """See :attr:`PageMover.rows`."""
+        return self._mover.rows
 
     @property
     def kv_bytes(self) -> int:
@@ -240,36 +266,46 @@ class Runner:
         params, kv, state = (jax.tree.map(_abstract, x) for x in (self.params, self._kv, self._state))
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.num_tokens):
             program = StepProgram(
-                self.spec,
+                self._part,
                 self._layouts[bucket],
                 self.shape.page_size,
                 self.backend,
                 deterministic=self._deterministic,
                 fast_norm=self._fast_norm,
+                parallel=self._parallel,
             )
             yield Job(
                 f"forward {bucket}",
-                functools.partial(lower_forward, program, params, kv, state),
+                functools.partial(lower_forward, program, params, kv, state, self._placement),
                 functools.partial(self._forward.__setitem__, bucket),
             )
         row_counts = sorted({bucket.num_seqs for bucket in self.buckets})
         mixed_tokens = [bucket.num_tokens for bucket in self.buckets if not bucket.decode_only]
         yield from self._samplers.jobs(params, state, row_counts, mixed_tokens)
-        change = jax.ShapeDtypeStruct((CHANGES_PER_UPLOAD,), jnp.int32)
+        change = self._placement.abstract((CHANGES_PER_UPLOAD,), jnp.int32)
         yield Job(
             "change tables",
-            functools.partial(jax.jit(apply_changes, donate_argnums=0).lower, state, change, change),
+            functools.partial(
+                jax.jit(self._placement.spread(apply_changes), donate_argnums=0).lower, state, change, change
+            ),
             functools.partial(setattr, self, "_change"),
         )
         yield from self._mover.jobs()
 
 
-def lower_forward(program: StepProgram, params: Params, kv: Any, state: Any) -> Lowered:
+def lower_forward(
+    program: StepProgram, params: Params, kv: Any, state: Any, placement: Placement | None = None
+) -> Lowered:
     """The forward of a bucket, ready to be compiled. The arguments are abstract; pages and state are donated."""
     leaves, tree = jax.tree.flatten(params)
     options = compiler_options(deterministic=program.deterministic)
-    forward = jax.jit(functools.partial(_forward, program, tree), donate_argnums=(1, 2), compiler_options=options)
-    return forward.lower(leaves, kv, state, jax.ShapeDtypeStruct((program.layout.size,), jnp.int32))
+    forward: Callable[..., ForwardResult] = functools.partial(_forward, program, tree)
+    if placement is not None:
+        arguments = (jax.tree.leaves(partitions(params)), PAGES, WHOLE, WHOLE)
+        forward = placement.spread(forward, arguments, ForwardResult._make((PAGES, *[WHOLE] * 4)))
+    jitted = jax.jit(forward, donate_argnums=(1, 2), compiler_options=options)
+    upload = jax.ShapeDtypeStruct((program.layout.size,), jnp.int32, sharding=state.last_token.sharding)
+    return jitted.lower(leaves, kv, state, upload)
 
 
 def _forward(
@@ -285,9 +321,10 @@ def _empty_pages(kv: Any, backend: Backend) -> KVPages:
     return jax.tree.map(lambda part: make(part.shape, part.dtype), kv)
 
 
-def kv_shape(spec: ModelSpec, shape: RunnerShape) -> tuple[int, ...]:
-    """[N, L, 2, page_size, K, D], the trash page included."""
-    return (shape.num_pages + 1, spec.num_layers, 2, shape.page_size, spec.num_kv_heads, spec.head_dim)
+def kv_shape(spec: ModelSpec, shape: RunnerShape, num_devices: int = 1) -> tuple[int, ...]:
+    """[N, L, 2, page_size, K, D], the trash page included, on so many devices with ``spec`` each."""
+    heads = num_devices * spec.num_kv_heads
+    return (shape.num_pages + 1, spec.num_layers, 2, shape.page_size, heads, spec.head_dim)
 
 
 def kv_dtype(weights: Any, backend: Backend) -> Any:

@@ -14,10 +14,12 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Float, Int
 
+from jaxcb.devices import WHOLE, Placement, placement_of
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.logprobs import Logprobs
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
+from jaxcb.models.parallel import ALONE, TensorParallel, partitions
 from jaxcb.sampling import Tier
 from jaxcb.sampling.logprobs import RowLogprobs
 from jaxcb.sampling_params import SamplingParams
@@ -115,10 +117,13 @@ class Samplers:
     """One set for each number of rows.
 
     Arguments:
+        spec: of what one device computes.
         logits_dtype: of logits and hidden states.
         processed: log-probabilities are those after every change of the logits, in place of the model's own.
         deterministic: a row's bits don't depend on the other rows.
         processors: the user's, compiled into every tier.
+        placement: where logits and state lie: whole on every device.
+        parallel: how the head is cut over them.
     """
 
     def __init__(
@@ -131,7 +136,11 @@ class Samplers:
         processed: bool,
         deterministic: bool,
         processors: Seq[LogitsProcessor] = (),
+        placement: Placement | None = None,
+        parallel: TensorParallel = ALONE,
     ):
+        self._placement = placement_of(None, 1) if placement is None else placement
+        self._parallel = parallel
         self._processors = tuple(processors)
         self._processed_slots: set[int] = set()
         self._set_processors: Compiled | None = None
@@ -151,7 +160,8 @@ class Samplers:
         self, params: Params, state: SlotState, row_counts: Iterable[int], mixed_tokens: Iterable[int]
     ) -> Iterable[Job]:
         """Every program. The arguments are abstract."""
-        V, array, fixed = self._spec.vocab_size, jax.ShapeDtypeStruct, self._deterministic
+        V, fixed, spread = self._spec.vocab_size, self._deterministic, self._placement.spread
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=state.last_token.sharding)
         count, options = array((), jnp.int32), compiler_options(deterministic=fixed)
         for S in row_counts:
             logits, ids = array((S, V), self._dtype), array((S,), jnp.int32)
@@ -164,40 +174,44 @@ class Samplers:
                     deterministic=fixed,
                     processors=self._processors,
                 )
-                program = jax.jit(step, donate_argnums=0, compiler_options=options)
+                program = jax.jit(spread(step), donate_argnums=0, compiler_options=options)
                 job = _job(f"sample {tier.name.lower()} {S}", program, (state, logits, part), self._sample, (S, tier))
                 yield job._replace(stored=not self._processors)
             for C in _mask_sizes(S):
                 mask = array((C, -(-V // 32)), jnp.int32)
-                program = jax.jit(mask_logits if C == S else mask_some_logits, compiler_options=options)
+                program = jax.jit(spread(mask_logits if C == S else mask_some_logits), compiler_options=options)
                 masked = [] if C == S else [array((C,), jnp.int32)]
                 yield _job(f"mask {C} of {S}", program, (logits, *masked, mask), self._mask, (S, C))
             kept = array((S, V), jnp.float32 if self._processed else self._dtype)
             for every in (False, True):
-                program = jax.jit(
-                    functools.partial(token_logprobs, every=every, deterministic=fixed), compiler_options=options
-                )
+                logprobs = functools.partial(token_logprobs, every=every, deterministic=fixed)
+                program = jax.jit(spread(logprobs), compiler_options=options)
                 name = _logprobs_name("logprobs", every, S)
                 yield _job(name, program, (kept, ids, count), self._logprobs, (S, every))
         for T in mixed_tokens:
             hidden = array((T, self._spec.hidden_size), self._dtype)
             rows = array((PROMPT_ROWS,), jnp.int32)
-            program = jax.jit(functools.partial(pool, self._spec), compiler_options=options)
+            program = jax.jit(spread(functools.partial(pool, self._spec)), compiler_options=options)
             pooled = (params["final_norm"]["scale"], hidden, array((T,), jnp.int32), array((S,), jnp.int32))
             yield _job(f"pool {T}", program, pooled, self._pool, T)
             for every in (False, True):
-                logprobs = functools.partial(prompt_logprobs, self._spec, self._backend)
-                program = jax.jit(
-                    functools.partial(logprobs, every=every, deterministic=fixed), compiler_options=options
+                logprobs = functools.partial(
+                    prompt_logprobs,
+                    self._spec,
+                    self._backend,
+                    every=every,
+                    deterministic=fixed,
+                    parallel=self._parallel,
                 )
+                program = jax.jit(spread(logprobs, (partitions(params), *[WHOLE] * 4)), compiler_options=options)
                 name = _logprobs_name("prompt logprobs", every, T)
                 yield _job(name, program, (params, hidden, rows, rows, count), self._prompt, (T, every))
-        setter = jax.jit(functools.partial(set_controls, layout=self._controls), donate_argnums=0)
+        setter = jax.jit(spread(functools.partial(set_controls, layout=self._controls)), donate_argnums=0)
         slot, row = array((), jnp.int32), array((self._controls.size,), jnp.int32)
         keep = functools.partial(setattr, self, "_set_controls")
         yield Job("set controls", functools.partial(setter.lower, state, slot, row), keep)
         if self._processors:
-            enter = jax.jit(functools.partial(_enter, self._processors), donate_argnums=0)
+            enter = jax.jit(spread(functools.partial(_enter, self._processors)), donate_argnums=0)
             one = jax.tree.map(lambda x: array(x.shape[1:], x.dtype), state.processors)
             arguments = (state, slot, one, array((self._controls.max_model_len,), jnp.int32), count)
             keep = functools.partial(setattr, self, "_set_processors")

@@ -11,11 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
+from jaxcb.devices import Placement, placement_of
 from jaxcb.errors import ModelError
 from jaxcb.models import families
+from jaxcb.models.parallel import check_divides
 from jaxcb.models.spec import ModelSpec
 from jaxcb.weights import hf_files
+from jaxcb.weights.placed import placed
 from jaxcb.weights.resolve import ORBAX_FOLDER, ModelFiles
 
 _SMALL_FILES = ("*.json", "*.jinja")
@@ -52,8 +56,9 @@ def save_safetensors(
     _copy_small_files(files, dtype, target)
 
 
-def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype) -> dict[str, Any]:
-    """The params pytree of a converted directory, in ``dtype`` (norm scales float32), on the default device.
+def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype, placement: Placement | None = None) -> dict[str, Any]:
+    """The params pytree of a converted directory, in ``dtype`` (norm scales float32), on the placement's devices or on
+    the default one.
 
     Raises:
         ModelError: the checkpoint is damaged, or doesn't hold what ``spec`` describes.
@@ -61,20 +66,24 @@ def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype) -> dict[str, Any
     from orbax.checkpoint import v1 as ocp
 
     path = (directory / ORBAX_FOLDER).absolute()  # orbax takes no other
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    placement = placement_of(None, 1) if placement is None else placement
+    apart = placement.size > 1  # each is given its parts then
+    sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0]) if apart else placement.whole
+    check_divides(spec, placement.size)
     expected: dict[str, Any] = {}
     for parameter in families.parameters(spec):
         kind = jnp.float32 if parameter.kind == "scale" else dtype
-        families.insert(expected, parameter.path, jax.ShapeDtypeStruct(parameter.shape, kind, sharding=device))
+        families.insert(expected, parameter.path, jax.ShapeDtypeStruct(parameter.shape, kind, sharding=sharding))
     try:
         stored = ocp.metadata(path).metadata
     except Exception as error:  # orbax and tensorstore raise many kinds
         raise ModelError(f"{path} is not a readable Orbax checkpoint: {error}") from error
     _check_shapes(path, expected, stored)
     try:
-        return ocp.load(path, expected)
+        params = ocp.load(path, expected)
     except Exception as error:
         raise ModelError(f"{path} can't be restored: {error}") from error
+    return placed(params, spec, placement) if apart else params
 
 
 def _check_shapes(path: Path, expected: dict[str, Any], stored: Any) -> None:

@@ -11,21 +11,24 @@ import numpy as np
 import tokenizers
 from flax import nnx
 
+from jaxcb.devices import Placement
 from jaxcb.errors import ModelError
 from jaxcb.models import families
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text import Tokenizer
+from jaxcb.weights.placed import placer
 
 Params = dict[str, Any]
 Path = tuple[str, ...]
 _WEIGHT_NAMES = ("kernel", "weight", "embedding", "scale")
 
 
-def held_params(spec: ModelSpec, params: Any) -> Params:
+def held_params(spec: ModelSpec, params: Any, placement: Placement | None = None) -> Params:
     """The decoder's parameters. Arrays that are as it wants them are used as they are, not copied.
 
     Arguments:
         params: a nested dict or an nnx model; see :class:`jaxcb.held_model.HeldModel`.
+        placement: where they are to lie; None: where they do.
 
     Raises:
         ModelError: a parameter is missing, has another shape, is deleted, or has no place in such a model; the message
@@ -47,9 +50,10 @@ def held_params(spec: ModelSpec, params: Any) -> Params:
             "be left out of every answer"
         )
     result: Params = {}
+    place = placer(spec, placement)
     for path, parameter in wanted.items():
         array = arrays[path].astype(jnp.float32) if parameter.kind == "scale" else arrays[path]
-        families.insert(result, parameter.path, jax.device_put(array))
+        families.insert(result, parameter.path, place(parameter.path, array))
     return result
 
 

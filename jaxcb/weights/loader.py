@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from jaxcb import native
 from jaxcb.config import EngineConfig
+from jaxcb.devices import Placement
 from jaxcb.errors import ModelError
 from jaxcb.held_model import HeldModel
 from jaxcb.models import families
@@ -25,6 +26,7 @@ from jaxcb.text.tokenizer import Tokenizer
 from jaxcb.weights.held import held_params, no_tokenizer
 from jaxcb.weights.memory import Arena
 from jaxcb.weights.panels import Panels, in_panels
+from jaxcb.weights.placed import placer
 from jaxcb.weights.quantize import quantize
 from jaxcb.weights.resolve import ModelFiles, resolve
 from jaxcb.weights.safetensors_source import SafetensorsSource
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 Params = dict[str, Any]
 """Nested dict of arrays (layout: jaxcb/models/decoder.py)."""
 Layout = Literal["rows", "rows apart", "panels"]
-Place = Callable[[tuple[int, ...]], np.ndarray]
+Room = Callable[[tuple[int, ...]], np.ndarray]
 """Gives an array of a shape, to fill."""
 
 
@@ -50,14 +52,18 @@ class LoadedModel:
     """Fields of SamplingParams for what a request leaves out."""
 
 
-def load(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
-    """Find the model of ``config``, and load it onto the default device; ``progress`` shows a bar if that takes long.
+def load(config: EngineConfig, *, progress: bool = False, placement: Placement | None = None) -> LoadedModel:
+    """Find the model of ``config``, and load it.
+
+    Arguments:
+        progress: show a bar if that takes long.
+        placement: the devices to load it onto; None: the default device, or where held parameters lie.
 
     Raises:
         ModelError: the model can't be found, read or understood.
     """
     if isinstance(config.model, HeldModel):
-        return _held(config.model, config)
+        return _held(config.model, config, placement)
     assert not isinstance(config.model, tuple)  # the config has made a HeldModel of it
     files = resolve(config.model, config.revision)
     spec = files.read_spec()
@@ -65,17 +71,18 @@ def load(config: EngineConfig, *, progress: bool = False) -> LoadedModel:
     tokenizer = Tokenizer.from_dir(files.directory)
     dtype = config.dtype
     if dtype == "auto":
-        dtype = default_dtype(jax.default_backend(), native=native.usable(config.backend))
-    as_read = config.quantization is None and not config.fast_norm  # else what was read becomes other numbers first
+        dtype = default_dtype(jax.default_backend(), native=_native_usable(config))
+    # Else what was read becomes other numbers first, or is cut.
+    as_read = config.quantization is None and not config.fast_norm and config.tensor_parallel_size == 1
     panels = as_read and _multiplies_panels(config, spec, jnp.dtype(dtype))
     layout: Layout = "panels" if panels else "rows" if as_read else "rows apart"
-    params = load_params(files, spec, jnp.dtype(dtype), progress=progress, layout=layout)
+    params = load_params(files, spec, jnp.dtype(dtype), progress=progress, layout=layout, placement=placement)
     params = prepared(params, spec, config)
     return LoadedModel(name=files.name, spec=spec, params=params, tokenizer=tokenizer, sampling_defaults=defaults)
 
 
-def _held(model: HeldModel, config: EngineConfig) -> LoadedModel:
-    params = held_params(model.spec, model.params)
+def _held(model: HeldModel, config: EngineConfig, placement: Placement | None) -> LoadedModel:
+    params = held_params(model.spec, model.params, placement)
     dtype = params["embed"]["embedding"].dtype
     if config.dtype not in ("auto", dtype.name):
         raise ModelError(f"the params are {dtype.name}, and dtype asks for {config.dtype}: leave it out")
@@ -96,7 +103,11 @@ def prepared(params: Params, spec: ModelSpec, config: EngineConfig) -> Params:
 
 def _multiplies_panels(config: EngineConfig, spec: ModelSpec, dtype: jnp.dtype) -> bool:
     """Whether the native kernels will run the model."""
-    return native.usable(config.backend) and native.why_not(spec, dtype) is None
+    return _native_usable(config) and native.why_not(spec, dtype) is None
+
+
+def _native_usable(config: EngineConfig) -> bool:
+    return config.tensor_parallel_size == 1 and native.usable(config.backend)
 
 
 def default_dtype(platform: str, *, native: bool) -> Literal["float32", "bfloat16"]:
@@ -120,8 +131,9 @@ def load_params(
     *,
     progress: bool = False,
     layout: Layout = "rows",
+    placement: Placement | None = None,
 ) -> Params:
-    """Read the weights into a nested dict of arrays on the default device, one parameter at a time.
+    """Read the weights into a nested dict of arrays, one parameter at a time.
 
     Arguments:
         files: where they are.
@@ -131,6 +143,7 @@ def load_params(
         layout: "rows" are as the decoder has them. On a CPU they lie in one piece of memory that stays as long as one
             of the arrays does; "rows apart" don't, where some are to be replaced. "panels": in the layout of the
             native kernels, as :func:`jaxcb.weights.panels.in_panels` has it.
+        placement: the devices that they go to; None: the default device.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing or has the wrong shape.
@@ -138,20 +151,21 @@ def load_params(
     if files.format == "orbax":
         from jaxcb.weights import checkpoint
 
-        restored = checkpoint.restore(files.directory, spec, dtype)
+        restored = checkpoint.restore(files.directory, spec, dtype, placement)
         return in_panels(restored) if layout == "panels" else restored
     source = SafetensorsSource(files.directory)
     parameters = list(families.parameters(spec))
     shown = tqdm(parameters, desc="loading", unit="array", delay=1, disable=not progress)
     if layout == "panels":
-        params = _read_panels(shown, source, parameters, dtype, tied=spec.tie_word_embeddings)
+        params = _read_panels(shown, source, parameters, dtype, placement, tied=spec.tie_word_embeddings)
     else:
-        place: Place = functools.partial(np.empty, dtype=dtype)
+        place = placer(spec, placement)
+        room: Room = functools.partial(np.empty, dtype=dtype)
         if layout == "rows" and jax.default_backend() == "cpu":  # which computes with weights where they lie
-            place = Arena([parameter.shape for parameter in parameters if parameter.kind == "weight"], dtype).take
+            room = Arena([parameter.shape for parameter in parameters if parameter.kind == "weight"], dtype).take
         params = {}
         for parameter in shown:
-            families.insert(params, parameter.path, jax.device_put(_assemble(parameter, source, place)))
+            families.insert(params, parameter.path, place(parameter.path, _assemble(parameter, source, room)))
     if unused := sorted(source.names - {tensor.name for parameter in parameters for tensor in parameter.sources}):
         logger.debug("%s: %d tensors are not used: %s", files.directory, len(unused), ", ".join(unused[:8]))
     return params
@@ -162,6 +176,7 @@ def _read_panels(
     source: SafetensorsSource,
     parameters: Sequence[families.Parameter],
     dtype: jnp.dtype,
+    placement: Placement | None,
     *,
     tied: bool,
 ) -> Params:
@@ -171,14 +186,14 @@ def _read_panels(
     for parameter in shown:
         room = panels.room if parameter.path in looked_up else np.empty
         panels.put(parameter.path, _assemble(parameter, source, functools.partial(room, dtype=dtype)))
-    return panels.params()
+    return panels.params(None if placement is None else placement.whole)
 
 
-def _assemble(parameter: families.Parameter, source: SafetensorsSource, place: Place) -> np.ndarray:
-    """One parameter as the decoder wants it: fused, and in the right dtype; ``place`` gives an array to fill."""
+def _assemble(parameter: families.Parameter, source: SafetensorsSource, room: Room) -> np.ndarray:
+    """One parameter as the decoder wants it: fused, and in the right dtype; ``room`` gives an array to fill."""
     if parameter.kind == "scale":
         return source.read(parameter.sources[0]).astype(np.float32)
-    result = place(parameter.shape)
+    result = room(parameter.shape)
     start = 0
     for tensor in parameter.sources:
         end = start + tensor.shape[0]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Sharding
 
 from jaxcb.errors import ModelError
 from jaxcb.weights.memory import Arena
@@ -35,7 +36,7 @@ def in_panels(params: Params) -> Params:
     panels = Panels({path: (array.shape, array.dtype) for path, array in rows.items()})
     for path, array in rows.items():
         panels.put(path, array)
-    return panels.params()
+    return panels.params(params["embed"]["embedding"].sharding)
 
 
 class Panels:
@@ -87,9 +88,14 @@ class Panels:
         else:
             room[:] = rows
 
-    def params(self) -> Params:
-        """The model, once everything is there."""
-        return unflatten_dict({path: jax.device_put(array) for path, array in self._flat.items()})
+    def params(self, sharding: Sharding | None = None) -> Params:
+        """The model, once everything is there. ``sharding``: of arrays that are not jax's yet."""
+        return unflatten_dict(
+            {
+                path: array if isinstance(array, jax.Array) else jax.device_put(array, sharding)
+                for path, array in self._flat.items()
+            }
+        )
 
     def _room_of(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the array that a parameter goes into; layers share one."""

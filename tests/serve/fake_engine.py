@@ -125,7 +125,7 @@ class FakeStream:
         if self._engine.fails or (len(self._ids) == 2 and chr(prompt[0]) == FAILS):
             self._engine.healthy = False
             self._engine._ended(self, FinishReason.ERROR)
-            return self._output([], "", self.ended, error="/secret/path: XlaRuntimeError")
+            return self._output([], "", self.ended, error="/secret/path: XlaRuntimeError", engine_failed=True)
         if len(self._ids) == 2 and chr(prompt[0]) == IMPOSSIBLE:
             self._engine._ended(self, FinishReason.ERROR)
             return self._output([], "", self.ended, error="no token could be sampled")
@@ -301,8 +301,12 @@ class FakeEngine:
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
 
+    def stats_by_engine(self) -> dict[str, SimpleNamespace]:
+        return {"0": self.stats()}
+
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
+            healthy=self.healthy,
             num_running=len(self.live),
             num_waiting=self.num_waiting,
             kv_pages_total=PAGES,

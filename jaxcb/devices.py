@@ -1,0 +1,91 @@
+"""The devices that an engine computes on, and where its arrays lie on them.
+
+On several devices a program runs on all of them at once (``shard_map``), each on its own parts of what is cut, and all
+on the same of what is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Array
+
+from jaxcb.errors import ConfigError
+
+AXIS = "tp"
+"""The mesh's one axis."""
+WHOLE, CUT = PartitionSpec(), PartitionSpec(AXIS)
+"""Every device has all of an array; each has one row of it."""
+PAGES = PartitionSpec(None, None, None, None, AXIS)
+"""KV pages [N, L, 2, page_size, K, D]: each device has some heads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Devices of one engine. All its arrays lie on these, so that engines on other devices can run beside it."""
+
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def sharding(self, spec: PartitionSpec) -> Sharding:
+        """Of an array. One device has all of everything."""
+        return SingleDeviceSharding(self.devices[0]) if self.size == 1 else NamedSharding(self.mesh, spec)
+
+    @functools.cached_property
+    def whole(self) -> Sharding:
+        """Every device has all of an array."""
+        return self.sharding(WHOLE)
+
+    def abstract(self, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+        """An array of which every device has all."""
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.whole)
+
+    def spread(self, function: Callable[..., Any], arguments: Any = WHOLE, results: Any = WHOLE) -> Callable[..., Any]:
+        """``function`` on each device's parts; by itself on one device.
+
+        Arguments:
+            arguments, results: the partition of each, or one for all.
+        """
+        if self.size == 1:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
+
+
+def placement_of(devices: Sequence[jax.Device] | None, count: int) -> Placement:
+    """``devices``, or the first ``count`` that there are.
+
+    Raises:
+        ConfigError: there are fewer, or others are given than are asked for.
+    """
+    if devices is not None:
+        if len(devices) != count or len(set(devices)) != count:
+            raise ConfigError(f"devices must name {count}, each once, got {list(devices)}", param="devices")
+        return Placement(tuple(devices))
+    there = jax.local_devices()
+    if len(there) < count:
+        hint = ""
+        if there[0].platform == "cpu":
+            hint = f". A CPU counts as one; with JAX_NUM_CPU_DEVICES={count} in the environment as {count}"
+        raise ConfigError(
+            f"tensor_parallel_size {count} needs {count} devices, jax has {len(there)} ({there[0].device_kind}){hint}",
+            param="tensor_parallel_size",
+        )
+    return Placement(tuple(there[:count]))
+
+
+def on_device(values: np.ndarray, sharding: Sharding | None = None) -> Array:
+    """A copy, which may be donated. It compiles nothing, as jnp.zeros and its like do."""
+    return jax.device_put(values, sharding, may_alias=False)

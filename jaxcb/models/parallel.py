@@ -1,0 +1,153 @@
+"""A decoder cut over N devices: what each has of every parameter, and how their results become one.
+
+As in Megatron-LM (Shoeybi et al. 2019, section 3): each device has some of the heads and some of the MLP's features,
+so that a layer adds up what the devices have twice, after ``o`` and after ``down``. The vocabulary is cut too: a token
+is looked up by the device that has its row, and logits are put side by side.
+
+A parameter that is cut has an axis of N before its own, and a device has one row of that:
+
+    qkv     [N, (H + 2 K) D / N, E]   its queries, keys and values. Where N > K, N / K devices have the same head's
+    o       [N, E, H D / N]           its inputs are the device's own heads
+    gate_up [N, 2 F / N, E]           its gate, then its up
+    down    [N, E, F / N]
+    embedding, lm_head [N, V / N, E]  rows of 0 fill it up where N doesn't divide V
+    biases  as their kernels' outputs; those of o and down, which are added once, lie on the first device, 0 elsewhere
+
+Norms are whole everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxcb.devices import AXIS, CUT, WHOLE
+from jaxcb.errors import ConfigError
+from jaxcb.models.spec import ModelSpec
+
+Params = dict[str, Any]
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """What the decoder asks of the other devices. Alone it changes nothing.
+
+    ``in_order``: sums are taken from the first device to the last, so that a row has the same bits in any company. (An
+    all-reduce may begin elsewhere for each part of an array.)
+    """
+
+    size: int = 1
+    vocab_size: int = 0
+    in_order: bool = False
+
+    def sum(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """Over all devices."""
+        if self.size == 1:
+            return x
+        if not self.in_order:
+            return lax.psum(x, AXIS)
+        first, *others = lax.all_gather(x, AXIS)
+        return sum(others, start=first)
+
+    def embed(self, table: Float[Array, "Vn E"], token_ids: Int[Array, "T"]) -> Float[Array, "T E"]:
+        """Rows of the embedding."""
+        if self.size == 1:
+            return jnp.take(table, token_ids, axis=0, mode="clip")
+        index = token_ids - lax.axis_index(AXIS) * table.shape[0]
+        mine = (index >= 0) & (index < table.shape[0])
+        return lax.psum(jnp.where(mine[:, None], jnp.take(table, index, axis=0, mode="clip"), 0), AXIS)
+
+    def logits(self, part: Float[Array, "S Vn"]) -> Float[Array, "S V"]:
+        """Those of the whole vocabulary."""
+        return part if self.size == 1 else lax.all_gather(part, AXIS, axis=1, tiled=True)[:, : self.vocab_size]
+
+    def own(self, params: Params) -> Params:
+        """A device's parameters as the decoder has them, out of what it has of the cut ones."""
+        if self.size == 1:
+            return params
+        return jax.tree.map_with_path(lambda path, x: x[0] if _is_cut(_keys(path)) else x, params)
+
+
+ALONE = TensorParallel()
+
+
+def check_divides(spec: ModelSpec, size: int) -> None:
+    """Raise ConfigError if a model can't be cut into so many parts; the message names the numbers."""
+    for name, count in (("heads", spec.num_heads), ("features of the MLP", spec.intermediate_size)):
+        if count % size:
+            raise ConfigError(
+                f"tensor_parallel_size must divide the model's {count} {name}, got {size}", param="tensor_parallel_size"
+            )
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size must divide the model's {spec.num_kv_heads} KV heads or be a multiple of them, got "
+            f"{size}",
+            param="tensor_parallel_size",
+        )
+
+
+def spec_of_part(spec: ModelSpec, size: int) -> ModelSpec:
+    """The model that one of ``size`` devices computes; its vocabulary, from which ids are drawn, is whole."""
+    if size == 1:
+        return spec
+    return dataclasses.replace(
+        spec,
+        num_heads=spec.num_heads // size,
+        num_kv_heads=max(1, spec.num_kv_heads // size),
+        intermediate_size=spec.intermediate_size // size,
+    )
+
+
+def partitions(params: Params) -> Any:
+    """The partition of each parameter."""
+
+    def partition(path: Any, _: Any) -> PartitionSpec:
+        return CUT if _is_cut(_keys(path)) else WHOLE
+
+    return jax.tree.map_with_path(partition, params)
+
+
+def part_of(path: Path, array: Any, spec: ModelSpec, size: int, index: int) -> Any:
+    """What device ``index`` has of a parameter (a numpy or jax array) that is cut; None if every device has all."""
+    if not _is_cut(path):
+        return None
+    own, linear = spec_of_part(spec, size), path[-2]
+    if linear == "qkv":
+        kv_start = index * spec.num_kv_heads // size * spec.head_dim
+        starts = (index * own.q_size, spec.q_size + kv_start, spec.q_size + spec.kv_size + kv_start)
+        return _rows(array, zip(starts, (own.q_size, own.kv_size, own.kv_size), strict=True))
+    if linear == "gate_up":
+        F, f = spec.intermediate_size, own.intermediate_size
+        return _rows(array, ((index * f, f), (F + index * f, f)))
+    if linear in ("o", "down"):
+        if path[-1] == "bias":
+            return array if index == 0 else 0 * array
+        count = array.shape[1] // size
+        return array[:, index * count : (index + 1) * count]
+    count = -(-spec.vocab_size // size)
+    rows = array[index * count : (index + 1) * count]
+    return _module(array).pad(rows, ((0, count - rows.shape[0]), (0, 0)))
+
+
+def _rows(array: Any, pieces: Any) -> Any:
+    return _module(array).concatenate([array[start : start + count] for start, count in pieces])
+
+
+def _module(array: Any) -> Any:
+    return jnp if isinstance(array, jax.Array) else np
+
+
+def _is_cut(path: Path) -> bool:
+    return path[-1] in ("kernel", "bias", "embedding")
+
+
+def _keys(path: Any) -> Path:
+    return tuple(key.key for key in path)

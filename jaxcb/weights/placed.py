@@ -1,0 +1,55 @@
+"""Parameters on the devices of an engine: each device is given its own parts, one parameter after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array
+
+from jaxcb.devices import CUT, Placement
+from jaxcb.models.parallel import check_divides, part_of
+from jaxcb.models.spec import ModelSpec
+
+Params = dict[str, Any]
+Place = Callable[[tuple[Any, ...], Any], Array]
+"""Puts a parameter, given by its path and as a numpy or jax array, where it belongs. What lies there isn't copied."""
+
+
+def placer(spec: ModelSpec, placement: Placement | None) -> Place:
+    """How the parameters of a model are placed. No placement: on the default device, or where they lie.
+
+    Raises:
+        ConfigError: the model can't be cut into so many parts.
+    """
+    if placement is None or placement.size == 1:
+        sharding = None if placement is None else placement.whole
+        return lambda path, array: jax.device_put(array, sharding)
+    check_divides(spec, placement.size)
+    return lambda path, array: _cut(path, array, spec, placement)
+
+
+def placed(params: Params, spec: ModelSpec, placement: Placement) -> Params:
+    """Parameters on the devices. Those that lie there already stay as they are."""
+    flat = flatten_dict(params)
+    if placement.size == 1:
+        if all(array.sharding == placement.whole for array in flat.values()):
+            return params
+    elif params["embed"]["embedding"].ndim == 3:
+        return params
+    place = placer(spec, placement)
+    return unflatten_dict({path: place(path, array) for path, array in flat.items()})
+
+
+def _cut(path: tuple[Any, ...], array: Any, spec: ModelSpec, placement: Placement) -> Array:
+    parts = [
+        jax.device_put(part[None], device)
+        for index, device in enumerate(placement.devices)
+        if (part := part_of(path, array, spec, placement.size, index)) is not None
+    ]
+    if not parts:
+        return jax.device_put(array, placement.whole)
+    shape = (placement.size, *parts[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, placement.sharding(CUT), parts)
