@@ -167,8 +167,8 @@ def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend
         )
     on_gpu_kernels = backend in ("triton", "mosaic")
     if config.kv_cache_dtype == "int8" and on_gpu_kernels:
-        expected = f"kv_cache_dtype int8 is for backends native and xla, not for {backend}"
-        raise ConfigError(expected, param="kv_cache_dtype")
+        message = f"kv_cache_dtype int8 is for backends native and xla, not for {backend}"
+        raise ConfigError(message, param="kv_cache_dtype")
     if config.fast_norm and (not on_gpu_kernels or config.deterministic):
         other = "deterministic" if on_gpu_kernels else f"backend {backend}"
         raise ConfigError(f"fast_norm is for the kernels of backend triton, not for {other}", param="fast_norm")
