@@ -109,7 +109,7 @@ def layers_seconds(shape: Shape, num_layers: int, *, dtype: str, seed: int) -> f
 
         return lax.fori_loop(0, num_layers, layer, q)
 
-    return seconds(attend, (q, pool, starts, contexts, tables), repeats=2)
+    return seconds(attend, (q, pool, starts, contexts, tables), repeats=1)
 
 
 def selection_seconds(num_rows: int, size: int, deviation: float, backend: Backend, *, seed: int, dry: bool) -> float:

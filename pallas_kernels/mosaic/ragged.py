@@ -94,6 +94,8 @@ def _interpreter() -> Any:
     return plgpu.InterpretGPUParams()  # type: ignore[attr-defined]  # jax before 0.11 is refused
 
 
+# Under jit layers share one lowering, a second or two each time, which is written in Python.
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret"))
 def _attend_tiles(
     q: Float[Array, "T H D"],
     kv_pages: Shaped[Array, "F page_size K D"],
