@@ -101,7 +101,7 @@ class StepProgram:
             for window in windows
         ]
 
-        if self.backend == "triton" and not self.deterministic:
+        if self.backend in ("triton", "mosaic") and not self.deterministic:
 
             def attend_pages(
                 layer: int, kv: Array, q: Float[Array, "T H D"] | RawQueries, arrivals: Int[Array, "T K"] | None
