@@ -73,7 +73,9 @@ def test_one_of_other_handlers_is_reported_and_not_used(carried, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.network  # what the build requires
 def test_a_wheel_carries_every_variant_and_an_install_of_it_compiles_nothing(tmp_path):
+    pytest.importorskip("pip")
     source, wheels, site = tmp_path / "source", tmp_path / "wheels", tmp_path / "site"
     tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode:
@@ -83,7 +85,7 @@ def test_a_wheel_carries_every_variant_and_an_install_of_it_compiles_nothing(tmp
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(source)], check=True)
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(source)], check=True)
     (wheel,) = wheels.iterdir()
     assert wheel.name.startswith("jaxcb-") and "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
     names = [name.split("/")[-2].split("-")[0] for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
