@@ -4,8 +4,8 @@ A decode bucket runs with all its rows at --context tokens. A mixed bucket runs 
 and prompts of --context tokens in the rest. Steps follow each other as in the engine: step k + 1 is launched before
 step k has ended.
 
-"MB" and "GFLOP" are what a step must read and compute, "roofline ms" the least time for that at the speeds of memory and
-cores that were measured here (bench/roofline.py), "of it" the share of the median's time that it is.
+"MB" and "GFLOP" are what a step must read and compute, "roofline ms" the least time for that at the speeds of memory
+and cores that were measured here (bench/roofline.py), "of it" that time's share of the median's.
 
 --replay also runs the workload through the scheduler and, in turn with that, launches the very same steps back to back
 with no scheduler: the ratio is what planning, committing and their gaps cost.
