@@ -261,6 +261,8 @@ class Runner:
         """All that the programs depend on, beside the source and the machine."""
         yield from (self.spec, self.shape, list(self.buckets), self.backend)
         yield from (self._processed_logprobs, self._deterministic, self._fast_norm)
+        library = native.loaded()
+        yield None if library is None else library.name  # its handlers stand in the programs
         yield jax.tree.map(_abstract, (self.params, self._kv, self._state))
 
     def _jobs(self) -> Iterable[Job]:
