@@ -70,10 +70,15 @@ class Engine(ServingEngine):
         Arguments:
             devices: as for :meth:`start`; weights that lie elsewhere are copied to them.
         """
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"this is one engine; jaxcb.cluster.start starts {config.data_parallel_size}",
+                param="data_parallel_size",
+            )
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
-        check_divides(spec, config.tensor_parallel_size)
         self.placement = placement_of(devices, config.tensor_parallel_size)
+        check_divides(spec, self.placement.size)
         """The devices that it computes on."""
         self.asked_for = config
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype, self.placement)
