@@ -20,6 +20,8 @@ import jax
 
 PLUGIN_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pallas_kernels"
 
+INSTALL_TIMEOUT_S = 1200
+
 
 class NoPluginError(RuntimeError):
     """The plug-in could not be installed; the message holds pip's reason."""
@@ -40,7 +42,10 @@ def install_plugin(folder: Path | None = None) -> Path:
     nvcc = "nvidia-cuda-nvcc-cu12" if cuda == "12" else "nvidia-cuda-nvcc>=13,<14"  # for ptxas
     wheels = [f"jax-cuda{cuda}-plugin=={version}", f"jax-cuda{cuda}-pjrt=={version}", nvcc]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-    result = subprocess.run([*pip, *wheels], capture_output=True, text=True, timeout=1200)
+    try:
+        result = subprocess.run([*pip, *wheels], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise NoPluginError(f"{', '.join(wheels)} did not arrive in {INSTALL_TIMEOUT_S} s") from error
     if result.returncode:
         reasons = [line for line in result.stderr.splitlines() if "ERROR" in line] or [result.stderr[-500:]]
         raise NoPluginError(f"{', '.join(wheels)} could not be installed: {reasons[-1]}")

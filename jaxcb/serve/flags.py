@@ -8,7 +8,7 @@ import functools
 import re
 from typing import get_args
 
-from jaxcb.config import Backend, EngineConfig, Quantization
+from jaxcb.config import Backend, EngineConfig, KVCacheDType, Quantization
 from jaxcb.parsing import REASONING_PARSERS
 from jaxcb.scheduler.knobs import Batching, Preemption, Reservation, Victim
 from jaxcb.scheduler.policy import POLICIES
@@ -92,7 +92,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--host-kv-gib", "--swap-space", type=float, metavar="GIB", help="host memory for KV")
     limits.add_argument("--no-enable-prefix-caching", action="store_false", dest="enable_prefix_caching")
     limits.add_argument("--enable-prefix-caching", action="store_true", help=_HIDDEN)
-    limits.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "float32", "bfloat16"), help=_HIDDEN)
+    limits.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), help=_HIDDEN)
 
 
 def _add_scheduling(parser: argparse.ArgumentParser) -> None:

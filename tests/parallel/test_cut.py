@@ -80,7 +80,8 @@ def test_a_model_that_does_not_divide_is_refused_with_its_numbers(changes, size,
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("quantization", "int8"), ("fast_norm", True), ("tensor_parallel_size", 0)]
+    ("name", "value"),
+    [("quantization", "int8"), ("kv_cache_dtype", "int8"), ("fast_norm", True), ("tensor_parallel_size", 0)],
 )
 def test_what_only_one_device_can_is_refused_on_more(name, value):
     with pytest.raises(ConfigError) as error:
