@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxcb import validation
+from jaxcb import cluster, validation
 from jaxcb.beam import BeamParams
 from jaxcb.config import EngineConfig
-from jaxcb.engine import Engine, OutputStream, ServingEngine, beams
+from jaxcb.engine import OutputStream, ServingEngine, beams
 from jaxcb.engine.beams import check_beams
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.gather import RETRY_S, gather, when_accepted
@@ -353,7 +353,7 @@ def _engine(config: EngineConfig | None, engine: ServingEngine | None, progress:
         if _shared is not None and (_shared.asked_for != config or not _shared.healthy):
             _shut_down_shared()
         if _shared is None:
-            _shared = Engine.start(config, progress=progress)
+            _shared = cluster.start(config, progress=progress)
         return _shared
 
 

@@ -94,12 +94,14 @@ def memory_bytes(target: str) -> int:
 
 
 @contextmanager
-def target_mesh(target: str) -> Iterator[jax.sharding.Mesh]:
-    """A mesh of one described GPU. Inside, Pallas finds that GPU where it asks for the kind of the device."""
+def target_mesh(target: str, num_devices: int = 1, axis: str = "device") -> Iterator[jax.sharding.Mesh]:
+    """A mesh of described GPUs, in one machine. Inside, Pallas finds them where it asks for the kind of the device."""
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=_DESCRIPTIONS[target], topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("device",))
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_DESCRIPTIONS[target], topology=f"1x1x{num_devices}"
+    )
+    mesh = topologies.make_mesh(topology, (num_devices,), (axis,))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield mesh
 

@@ -4,5 +4,6 @@ An engine here is what :class:`jaxcb.engine.Engine` shows to callers; nothing be
 """
 
 from jaxcb.cluster.replicas import Replicas
+from jaxcb.cluster.start import start
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "start"]

@@ -44,13 +44,13 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
     sock = server.bind(options.host, options.port)
     gc.disable()  # while imports make a million objects that stay, searches for garbage would take a tenth of the time
     # jax takes seconds to import: not for --help, and not before the port is known to be free
-    from jaxcb.engine import Engine
+    from jaxcb.cluster import start
     from jaxcb.serve.app import make_app
     from jaxcb.serve.banner import banner
 
     # After jax: two threads that import its extension and numpy at once can fail.
     threading.Thread(target=chat.preload, name="jaxcb-preload", daemon=True).start()
-    engine = Engine.start(config)
+    engine = start(config)
     try:
         if options.chat_template is not None:
             engine.tokenizer.chat_template = options.chat_template

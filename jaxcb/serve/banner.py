@@ -50,10 +50,15 @@ def _chat(service: Service) -> str:
 
 
 def _engine_lines(engine: ServingEngine) -> list[tuple[str, str]]:
-    config, pages = engine.config, engine.stats().kv_pages_total
+    config = engine.config
+    pages = engine.stats().kv_pages_total // config.data_parallel_size
     capacity = f"{pages * config.page_size:,} tokens" + (" in int8" if config.kv_cache_dtype == "int8" else "")
     cache = "prefixes are reused" if config.enable_prefix_caching else "prefixes are not reused"
+    several = []
+    if config.data_parallel_size > 1:
+        several = [("engines", f"{config.data_parallel_size} behind one queue; what follows is of each")]
     return [
+        *several,
         (
             "KV cache",
             f"{pages} pages of {config.page_size} tokens: {capacity}; {cache}",

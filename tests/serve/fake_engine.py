@@ -307,6 +307,7 @@ class FakeEngine:
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
             healthy=self.healthy,
+            state="ok" if self.healthy and self.stalled_s < 60 else "stalled" if self.healthy else "stopped",
             num_running=len(self.live),
             num_waiting=self.num_waiting,
             kv_pages_total=PAGES,
@@ -340,9 +341,9 @@ class FakeEngine:
 
 if __name__ == "__main__":
     assert threading.current_thread() is threading.main_thread()
-    module = ModuleType("jaxcb.engine")
-    module.Engine = FakeEngine  # type: ignore[attr-defined]  # stands in for the real one
-    sys.modules["jaxcb.engine"] = module
+    module = ModuleType("jaxcb.cluster")
+    module.start = FakeEngine.start  # type: ignore[attr-defined]  # stands in for the real one
+    sys.modules["jaxcb.cluster"] = module
     from jaxcb.serve.__main__ import main
 
     sys.exit(main())
