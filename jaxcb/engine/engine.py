@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,10 @@ from jaxcb.devices import placement_of
 from jaxcb.engine import gpu_memory, prepare
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
-from jaxcb.engine.inbox import Arrival, Forks, Inbox
+from jaxcb.engine.inbox import Add, Arrival, Forks, Inbox, Post
+from jaxcb.engine.incoming import Incoming, Source
 from jaxcb.engine.loop import StepLoop
+from jaxcb.engine.outgoing import Outgoing, Sink
 from jaxcb.engine.serving import ServingEngine
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
 from jaxcb.engine.stats import EngineStats
@@ -35,7 +38,7 @@ from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import check_divides
 from jaxcb.request import FinishReason, Request
-from jaxcb.scheduler import SchedulerLimits
+from jaxcb.scheduler import SchedulerLimits, TokenEvent
 from jaxcb.step.runner import Runner
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text import Tokenizer
@@ -174,26 +177,105 @@ class Engine(ServingEngine):
     # ------------------------------------------------------------------ for callers
 
     def submit_choices(self, request: Request, *, blocking: bool = False) -> list[OutputStream]:
-        request, grammar = self._prepared(request)
-        loop = None if blocking else running_loop()
-        with self._inbox.lock:
-            self._check_room(request)
-            request = prepare.with_seed(request, self._random)
-            choices = prepare.choices_of(request)
-            streams = [OutputStream(choice, nobody, loop, index) for index, choice in enumerate(choices)]
-            self._arrive(request.request_id, choices, streams, grammar)
-        return streams
+        return self._submit(request, None if blocking else running_loop(), self._core.add_choices)
 
-    def submit_into(self, request: Request, streams: Sequence[OutputStream]) -> None:
+    def submit_into(self, request: Request, streams: Sequence[OutputStream], *, source: Source | None = None) -> None:
         """Queue a request whose answers go into streams that the caller made, one for each of
-        :func:`jaxcb.engine.prepare.choices_of` it, in their order. It brings its seed, if it draws.
+        :func:`jaxcb.engine.prepare.choices_of` it, in their order. It brings its seed, if it draws. With a source, as
+        :meth:`submit_elsewhere`.
 
         Errors as for :meth:`submit_choices`.
         """
         request, grammar = self._prepared(request)
         with self._inbox.lock:
             self._check_room(request)
-            self._arrive(request.request_id, prepare.choices_of(request), streams, grammar)
+            add = self._adding(source)
+            self._arrive(request.request_id, prepare.choices_of(request), streams, grammar, add)
+
+    def submit_elsewhere(self, request: Request, source: Source, *, blocking: bool = False) -> list[OutputStream]:
+        """As :meth:`submit_choices`, but another engine computes the prompt and the first token, which arrive through
+        :meth:`post` and ``incoming``."""
+        return self._submit(request, None if blocking else running_loop(), self._adding(source))
+
+    def _adding(self, source: Source | None) -> Add:
+        if source is None:
+            return self._core.add_choices
+
+        def expect(choices: list[Request], grammar: Grammar | None) -> None:
+            if self._core.incoming.knows(choices[0]):
+                self._core.add_choices(choices, grammar)
+            else:
+                self._core.incoming.expect(choices, grammar, source)
+
+        return expect
+
+    def submit_prompt(
+        self, request: Request, outgoing: Outgoing, request_id: str, first_page: int | None
+    ) -> OutputStream:
+        """Compute a request's prompt and its first token for another engine. Its KV goes out as steps fill pages.
+        Errors as for :meth:`submit`.
+
+        Arguments:
+            request_id: as for :meth:`Outgoing.begin`; so is ``first_page``.
+        """
+
+        def begin(choices: list[Request], grammar: Grammar | None) -> None:
+            key = choices[0].request_id
+            outgoing.begin(key, request_id, len(request.prompt_token_ids), first_page)
+            self._core.add_choices(choices, grammar)
+
+        return self._submit(prepare.prompt_only(request), None, begin)[0]
+
+    def send_to(self, sink: Sink) -> Outgoing:
+        """A way for KV to another engine; :meth:`send_no_more` ends it.
+
+        Raises:
+            ConfigError: the engine was started without ``kv_transfer``.
+            EngineStoppedError: it has stopped.
+        """
+        self._check_transfer()
+        outgoing = Outgoing(self._scheduler, self._runner, sink)
+        self._inbox.call(lambda: self._core.outgoing.append(outgoing))
+        return outgoing
+
+    def send_no_more(self, outgoing: Outgoing) -> None:
+        """The other engine is gone: what was lent to it is free again."""
+
+        def end() -> None:
+            outgoing.drop_all()
+            self._core.outgoing.remove(outgoing)
+
+        self.post(end)
+
+    def post(self, function: Callable[[], Sequence[TokenEvent] | None]) -> None:
+        """Have the engine's thread call a function between two steps, in the order of the posts, and wait for nothing.
+        Nothing happens once the engine has stopped."""
+        self._inbox.put(Post(function))
+
+    @property
+    def incoming(self) -> Incoming:
+        """For functions that are posted."""
+        return self._core.incoming
+
+    @property
+    def idle(self) -> bool:
+        """It has nothing to do; requests whose prompt another engine computes may be on their way."""
+        return not (self._scheduler.num_running or self._scheduler.roster.waiting)
+
+    @property
+    def page_rows(self) -> jax.ShapeDtypeStruct:
+        """A batch of pages as it travels: shape [PAGES_PER_MOVE, L, 2, page_size, K, D], dtype and sharding here."""
+        return self._runner.page_rows
+
+    def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None, add: Add) -> list[OutputStream]:
+        request, grammar = self._prepared(request)
+        with self._inbox.lock:
+            self._check_room(request)
+            request = prepare.with_seed(request, self._random)
+            choices = prepare.choices_of(request)
+            streams = [OutputStream(choice, nobody, loop, index) for index, choice in enumerate(choices)]
+            self._arrive(request.request_id, choices, streams, grammar, add)
+        return streams
 
     def _prepared(self, request: Request) -> tuple[Request, Grammar | None]:
         """What is done of a request before the lock is taken, which takes its time."""
@@ -211,12 +293,17 @@ class Engine(ServingEngine):
             raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
 
     def _arrive(
-        self, request_id: str, choices: Sequence[Request], streams: Sequence[OutputStream], grammar: Grammar | None
+        self,
+        request_id: str,
+        choices: Sequence[Request],
+        streams: Sequence[OutputStream],
+        grammar: Grammar | None,
+        add: Add,
     ) -> None:
         """Put a request into the inbox. The caller holds its lock."""
         keys = [self._open(request_id, choice, stream) for choice, stream in zip(choices, streams, strict=True)]
         own = [dataclasses.replace(choice, request_id=key) for choice, key in zip(choices, keys, strict=True)]
-        self._inbox.put(Arrival(own, grammar))
+        self._inbox.put(Arrival(own, grammar, add))
 
     def fork(
         self, parents: Sequence[OutputStream], children: Sequence[tuple[Request, int]], *, blocking: bool = False
@@ -343,7 +430,7 @@ class Engine(ServingEngine):
             self._runner.set_params(new)
             self._loop.emit(self._core.drain())
             if running == "restart":
-                self._scheduler.restart_all()
+                self._core.restart_all()
             else:
                 self._scheduler.prefixes.reset()
 
@@ -356,7 +443,7 @@ class Engine(ServingEngine):
             if not self._inbox.asleep:
                 self._inbox.asleep = True
                 self._loop.emit(self._core.drain())
-                self._scheduler.restart_all()
+                self._core.restart_all()
                 self._runner.drop_pages()
 
         self._inbox.call(drop)

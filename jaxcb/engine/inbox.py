@@ -15,17 +15,23 @@ from jaxcb.engine.stream import OutputStream
 from jaxcb.errors import EngineStoppedError, RequestError
 from jaxcb.grammar import Grammar
 from jaxcb.request import FinishReason, Request
+from jaxcb.scheduler import TokenEvent
 from jaxcb.text.worker import TextUpdate
 
 T = TypeVar("T")
 
 
+Add = Callable[[list[Request], Grammar | None], None]
+"""Takes the answers of a request, and the grammar that they are held to."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """The answers of a request, and the grammar that they are held to."""
+    """A request to be given to ``add``, which may refuse it with RequestError."""
 
     choices: list[Request]
     grammar: Grammar | None
+    add: Add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,15 @@ class Call:
     result: Future[Any]
 
 
-Item = Arrival | Forks | Ending | Call
+@dataclasses.dataclass(frozen=True)
+class Post:
+    """Something to do between two steps that nobody waits for; what it returns goes to the clients. If it fails, so
+    does the engine."""
+
+    function: Callable[[], Sequence[TokenEvent] | None]
+
+
+Item = Arrival | Forks | Ending | Call | Post
 
 
 class Inbox:

@@ -63,12 +63,15 @@ class PageMover:
         self._leaving: deque[tuple[list[int], jax.Array]] = deque()
         self._programs: dict[str, Compiled] = {}
 
+    @property
+    def rows(self) -> jax.ShapeDtypeStruct:
+        """What :meth:`gather` gives and :meth:`scatter` takes."""
+        sharding = self._placement.sharding(PAGES)
+        return jax.ShapeDtypeStruct((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype, sharding=sharding)
+
     def jobs(self) -> Iterable[Job]:
         """Every program."""
-        spread, pages = self._placement.spread, self._placement.abstract((PAGES_PER_MOVE,), jnp.int32)
-        rows = jax.ShapeDtypeStruct(
-            (PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype, sharding=self._placement.sharding(PAGES)
-        )
+        spread, pages, rows = self._placement.spread, self._placement.abstract((PAGES_PER_MOVE,), jnp.int32), self.rows
         one_copy = functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu")
         copy = jax.jit(spread(one_copy, (PAGES, WHOLE, WHOLE), PAGES), donate_argnums=0)
         yield self._job("copy", copy, pages, pages)
@@ -91,9 +94,9 @@ class PageMover:
     def read(self, kv: KVPages, pages: list[int]) -> Shaped[np.ndarray, "n L 2 page_size K D"]:
         """The content of device pages, for another engine. Waits for the steps in flight."""
         parts = []
-        for batch in _batches([(page, 0) for page in pages]):
-            rows = self._programs["gather"](kv, _columns(batch)[0])
-            parts.append(self._on_host(rows)[: len(batch)])
+        for start in range(0, len(pages), PAGES_PER_MOVE):
+            batch = pages[start : start + PAGES_PER_MOVE]
+            parts.append(self._on_host(self.gather(kv, batch))[: len(batch)])
         return np.concatenate(parts) if parts else np.empty((0, *self.page_shape), self._kv.dtype)
 
     def write(self, kv: KVPages, pages: list[int], rows: Shaped[np.ndarray, "n L 2 page_size K D"]) -> KVPages:
@@ -102,9 +105,18 @@ class PageMover:
             batch = pages[start : start + PAGES_PER_MOVE]
             padded = np.zeros((PAGES_PER_MOVE, *self.page_shape), self._kv.dtype)
             padded[: len(batch)] = rows[start : start + len(batch)]
-            _, destinations = _columns([(0, page) for page in batch])
-            kv = self._programs["scatter"](kv, destinations, self._for_devices(padded))
+            kv = self.scatter(kv, batch, self._for_devices(padded))
         return kv
+
+    def gather(self, kv: KVPages, pages: list[int]) -> Shaped[Array, "n L 2 page_size K D"]:
+        """A copy of at most PAGES_PER_MOVE pages as the steps launched so far leave them, on the device; n is
+        PAGES_PER_MOVE, and what stands after the pages is of no meaning. Waits for nothing."""
+        return self._programs["gather"](kv, _columns([(page, 0) for page in pages])[0])
+
+    def scatter(self, kv: KVPages, pages: list[int], rows: Shaped[Any, "n L 2 page_size K D"]) -> KVPages:
+        """Give at most PAGES_PER_MOVE device pages the content that stands in as many rows, n of them as of
+        :meth:`gather`. ``kv`` is donated; steps to come wait for the rows, if they are not ready."""
+        return self._programs["scatter"](kv, _columns([(0, page) for page in pages])[1], rows)
 
     def measure(self, kv: KVPages, rounds: int = 3) -> tuple[KVPages, float]:
         """Seconds in which a page moves to host memory or back, the best of some rounds of one call each way.

@@ -217,6 +217,14 @@ class Runner:
         """See :meth:`PageMover.write`."""
         self._kv = self._mover.write(self._kv, pages, rows)
 
+    def gather_pages(self, pages: list[int]) -> Array:
+        """See :meth:`PageMover.gather`."""
+        return self._mover.gather(self._kv, pages)
+
+    def scatter_pages(self, pages: list[int], rows: Any) -> None:
+        """See :meth:`PageMover.scatter`."""
+        self._kv = self._mover.scatter(self._kv, pages, rows)
+
     def measure_host_page_s(self) -> float:
         """See :meth:`PageMover.measure`; between two steps."""
         self._kv, seconds = self._mover.measure(self._kv)
@@ -226,6 +234,11 @@ class Runner:
     def page_shape(self) -> tuple[tuple[int, ...], Any]:
         """Shape [L, 2, page_size, K, D] and dtype of a page."""
         return self._mover.page_shape, self._kv.dtype
+
+    @property
+    def page_rows(self) -> jax.ShapeDtypeStruct:
+        """See :attr:`PageMover.rows`."""
+        return self._mover.rows
 
     @property
     def kv_bytes(self) -> int:
