@@ -163,6 +163,11 @@ class Disaggregated(ServingEngine):
             engine.wake()
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
+        if len(self.links) > len(self.prefill):
+            raise ConfigError(
+                "weights can't be changed while prompts are computed in another process, which has the old ones",
+                param="params",
+            )
         for engine in self._engines:
             engine.update_params(params, running=running)
 

@@ -258,6 +258,11 @@ class Engine(ServingEngine):
         return self._core.incoming
 
     @property
+    def params(self) -> Params:
+        """The weights as it computes with them, in the layout of its backend."""
+        return self._runner.params
+
+    @property
     def idle(self) -> bool:
         """It has nothing to do; requests whose prompt another engine computes may be on their way."""
         return not (self._scheduler.num_running or self._scheduler.roster.waiting)

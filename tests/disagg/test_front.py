@@ -49,7 +49,7 @@ def front(prefill, decode) -> Iterator[Disaggregated]:
 
 
 def front_of(prefill: Engine, decode: Engine) -> Disaggregated:
-    return Disaggregated(decode, [LocalLink(PromptService(prefill), decode)])
+    return Disaggregated(decode, [LocalLink(PromptService(prefill), decode)], [prefill])
 
 
 def unlink(front: Disaggregated) -> None:
