@@ -17,6 +17,7 @@ from jaxcb.engine import Engine, EngineStats, OutputStream, ServingEngine
 from jaxcb.engine.incoming import Source
 from jaxcb.errors import ConfigError
 from jaxcb.request import Request
+from jaxcb.scheduler import SchedulerLimits
 from jaxcb.structured_outputs import StructuredOutputs
 
 WATCH_S = 0.05
@@ -25,6 +26,9 @@ WATCH_S = 0.05
 
 class Link(Source, Protocol):
     """A prefill engine, here or in another process."""
+
+    is_here: bool
+    """In this process."""
 
     @property
     def alive(self) -> bool: ...
@@ -111,6 +115,11 @@ class Disaggregated(ServingEngine):
 
     # ------------------------------------------------------------------ what it is doing
 
+    @property
+    def limits(self) -> SchedulerLimits:
+        """Of the engine that admits."""
+        return self.decode.limits
+
     def stats_by_engine(self) -> dict[str, EngineStats]:
         """Requests, prompts and tokens are counted where the answers are made."""
         by_engine = {"decode": self.decode.stats()}
@@ -163,7 +172,7 @@ class Disaggregated(ServingEngine):
             engine.wake()
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
-        if len(self.links) > len(self.prefill):
+        if not all(link.is_here for link in self.links):
             raise ConfigError(
                 "weights can't be changed while prompts are computed in another process, which has the old ones",
                 param="params",

@@ -36,6 +36,8 @@ class RemoteLink:
         ConfigError: nobody is there, or it is one that doesn't fit; the message says why.
     """
 
+    is_here = False
+
     def __init__(
         self,
         decode: Engine,
