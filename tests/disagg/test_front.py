@@ -139,6 +139,15 @@ def test_a_decode_pool_with_room_for_two_takes_many_in_turn(prefill, make_engine
     assert_nothing_is_held(prefill, small)
 
 
+def test_what_waits_for_room_is_asked_for_when_the_last_step_has_given_its_pages_back(prefill, make_engines, plain):  # noqa: F811
+    """By then the prompts are done, and nothing comes that would wake the decode engine."""
+    for_one = make_engines(kv_transfer=True, num_kv_pages=44, max_model_len=700, seed=5)
+    front = front_of(prefill, for_one)
+    sampling = [SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)] * 3
+    assert tokens_of(answers(front, LONG[:3], sampling)) == tokens_of(answers(plain, LONG[:3], sampling))
+    unlink(front)
+
+
 def test_a_prefill_pool_that_waits_for_its_pages_to_be_taken_goes_on_afterwards(decode, make_engines, plain):  # noqa: F811
     small = make_engines(kv_transfer=True, num_kv_pages=44, max_model_len=700)
     front = front_of(small, decode)
