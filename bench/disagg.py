@@ -247,8 +247,8 @@ def _report(result: Result) -> None:
     print(markdown_table(["system", "ITL p50 (ms)", "p99", "most", "TTFT p50 of the prompts (s)"], rows))
     print(
         f"KV: {moved['bytes'] / 1e6:.0f} MB of {moved['requests']} prompts at {moved['gb_per_s']:.2f} GB/s, "
-        f"{100 * moved['hidden']:.0f}% of the time hidden; {moved['computed_by_the_decode_engine']} prompts were computed "
-        "by the decode engine"
+        f"{100 * moved['hidden']:.0f}% of the time hidden; {moved['computed_by_the_decode_engine']} prompts were "
+        "computed by the decode engine"
     )
     print(
         f"simulated, two engines each, {limits['workload']}: requests/s with a first token within "
