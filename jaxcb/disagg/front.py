@@ -31,7 +31,8 @@ class Link(Source, Protocol):
     """In this process."""
 
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """It is there, and makes steps if it has any to make."""
 
     @property
     def backlog_tokens(self) -> int:
@@ -105,13 +106,15 @@ class Disaggregated(ServingEngine):
         return budget
 
     def _watch(self) -> None:
-        """Prompts that wait elsewhere come back when the decode engine has nothing to do."""
+        """Prompts that wait elsewhere come back when the decode engine has nothing to do, or the other is dead."""
+        incoming = self.decode.incoming
         while not self._stopping.wait(WATCH_S):
-            if self.decode.idle:
-                for link in self.links:
-                    if link.backlog_tokens > self._step_tokens:
-                        take_back = functools.partial(self.decode.incoming.take_back, link, self._step_tokens)
-                        self.decode.post(take_back)
+            idle = self.decode.idle
+            for link in self.links:
+                if not link.alive:
+                    self.decode.post(functools.partial(incoming.take_over, link))
+                elif idle and link.backlog_tokens > self._step_tokens:
+                    self.decode.post(functools.partial(incoming.take_back, link, self._step_tokens))
 
     # ------------------------------------------------------------------ what it is doing
 

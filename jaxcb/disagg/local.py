@@ -24,7 +24,7 @@ class LocalLink:
 
     @property
     def alive(self) -> bool:
-        return self._service.engine.healthy
+        return self._service.works
 
     @property
     def backlog_tokens(self) -> int:

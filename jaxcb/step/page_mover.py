@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -17,15 +16,14 @@ from jaxtyping import Array, Shaped
 
 from jaxcb.devices import PAGES, WHOLE, Placement, placement_of
 from jaxcb.paging import PageMoves
+from jaxcb.step.host_pages import HostPages
 from jaxcb.step.jobs import Job
 from pallas_kernels import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.metadata import Backend
 from pallas_kernels.platform import platform
 
 PAGES_PER_MOVE = 32
-"""Pages that one call moves; fewer are padded with the trash page."""
-MAX_LEAVING = 4
-"""Calls whose pages are on their way to host memory; each holds device memory until they have arrived."""
+"""Pages that one call copies or transfers; fewer are padded with the trash page."""
 
 KVPages = Shaped[Array, "N L 2 page_size K D"]
 
@@ -33,8 +31,8 @@ KVPages = Shaped[Array, "N L 2 page_size K D"]
 class PageMover:
     """Not thread-safe: the engine's thread calls it.
 
-    Everything is queued on the device behind the steps in flight, so the host waits for nothing, except for pages that
-    come back before they have arrived in host memory.
+    Everything is queued on the device behind the steps in flight, so the host waits for nothing but, where more pages
+    leave than the link takes, for the oldest of them.
 
     Arguments:
         kv: the device's pages, as they are given to every call.
@@ -59,33 +57,39 @@ class PageMover:
         self._placement, self._copies = placement_of(None, 1) if placement is None else placement, copies
         self.page_shape = (*kv.shape[1:4], kv.shape[4] // copies, kv.shape[5])
         """[L, 2, page_size, K, D] of a page in host memory."""
-        self._host = np.empty((num_host_pages + 1, *self.page_shape), kv.dtype)  # the system gives memory page by page
-        self._leaving: deque[tuple[list[int], jax.Array]] = deque()
+        spread = self._placement.spread
+        self._gather = spread(gather_pages, (PAGES, WHOLE), PAGES)
+        self._scatter = spread(scatter_pages, (PAGES, WHOLE, PAGES), PAGES)
+        self._host = HostPages(self._kv, self._rows(1), self._gather, self._scatter) if num_host_pages else None
         self._programs: dict[str, Compiled] = {}
 
     @property
     def rows(self) -> jax.ShapeDtypeStruct:
         """What :meth:`gather` gives and :meth:`scatter` takes."""
-        sharding = self._placement.sharding(PAGES)
-        return jax.ShapeDtypeStruct((PAGES_PER_MOVE, *self._kv.shape[1:]), self._kv.dtype, sharding=sharding)
+        return self._rows(PAGES_PER_MOVE)
 
     def jobs(self) -> Iterable[Job]:
         """Every program."""
-        spread, pages, rows = self._placement.spread, self._placement.abstract((PAGES_PER_MOVE,), jnp.int32), self.rows
+        spread, pages = self._placement.spread, self._placement.abstract((PAGES_PER_MOVE,), jnp.int32)
         one_copy = functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu")
         copy = jax.jit(spread(one_copy, (PAGES, WHOLE, WHOLE), PAGES), donate_argnums=0)
         yield self._job("copy", copy, pages, pages)
-        if self.num_host_pages or self._transfers:
-            yield self._job("gather", jax.jit(spread(gather_pages, (PAGES, WHOLE), PAGES)), pages)
-            scatter = jax.jit(spread(scatter_pages, (PAGES, WHOLE, PAGES), PAGES), donate_argnums=0)
-            yield self._job("scatter", scatter, pages, rows)
+        if self._host is not None:
+            yield from self._host.jobs(self._placement.whole)
+        if self._transfers:
+            yield self._job("gather", jax.jit(self._gather), pages)
+            yield self._job("scatter", jax.jit(self._scatter, donate_argnums=0), pages, self.rows)
+
+    def _rows(self, count: int) -> jax.ShapeDtypeStruct:
+        """Pages that were gathered, or are to be scattered."""
+        sharding = self._placement.sharding(PAGES)
+        return jax.ShapeDtypeStruct((count, *self._kv.shape[1:]), self._kv.dtype, sharding=sharding)
 
     def move(self, kv: KVPages, moves: PageMoves) -> KVPages:
         """Out, in, copy. ``kv`` is donated where pages are written; the result takes its place."""
-        for pairs in _batches(moves.out):
-            self._send_out(kv, pairs)
-        for pairs in _batches(moves.into):
-            kv = self._bring_in(kv, pairs)
+        if self._host is not None:
+            self._host.put(kv, moves.out)
+            kv = self._host.get(kv, moves.into)
         for pairs in _batches(moves.copies):
             sources, destinations = _columns(pairs)
             kv = self._programs["copy"](kv, sources, destinations)
@@ -133,25 +137,6 @@ class PageMover:
             times.append(time.perf_counter() - started_s)
         return kv, min(times) / (2 * count)
 
-    def _send_out(self, kv: KVPages, pairs: list[tuple[int, int]]) -> None:
-        pages, _ = _columns(pairs)
-        rows = self._programs["gather"](kv, pages)
-        rows.copy_to_host_async()
-        self._leaving.append(([host_page for _, host_page in pairs], rows))
-        while len(self._leaving) > MAX_LEAVING or (self._leaving and _is_ready(self._leaving[0][1])):
-            self._arrive()
-
-    def _bring_in(self, kv: KVPages, pairs: list[tuple[int, int]]) -> KVPages:
-        host_pages, pages = _columns(pairs)
-        while any(not set(host_pages.tolist()).isdisjoint(leaving) for leaving, _ in self._leaving):
-            self._arrive()
-        rows = self._for_devices(self._host[host_pages])  # indexing makes a copy for the upload
-        return self._programs["scatter"](kv, pages, rows)
-
-    def _arrive(self) -> None:
-        host_pages, rows = self._leaving.popleft()
-        self._host[host_pages] = self._on_host(rows)[: len(host_pages)]
-
     def _on_host(self, rows: jax.Array) -> np.ndarray:
         """Gathered pages with every head once."""
         return np.asarray(rows)[..., :: self._copies, :]
@@ -163,10 +148,6 @@ class PageMover:
     def _job(self, name: str, program: Any, *arguments: jax.ShapeDtypeStruct) -> Job:
         lower = functools.partial(program.lower, self._kv, *arguments)
         return Job(f"{name} pages", lower, functools.partial(self._programs.__setitem__, name))
-
-
-def _is_ready(rows: Any) -> bool:  # jaxtyping's Array doesn't know the method
-    return rows.is_ready()
 
 
 def _batches(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
