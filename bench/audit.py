@@ -27,6 +27,7 @@ from typing import Any
 from bench.audit_cases import MODELS, Case, Floor, floor_of, spec_of
 from bench.common import BenchError, Result, make_parser, markdown_table, positive, run, save
 from bench.hlo import Kernel, Shape, layers
+from jaxcb.models.parallel import spec_of_part
 from jaxcb.models.spec import ModelSpec
 from jaxcb.step.buckets import Bucket
 from pallas_kernels.deviceless import NoPluginError, environment, install_plugin
@@ -35,6 +36,8 @@ from pallas_kernels.triton.targets import TARGETS
 MOST_OVER_FLOOR = 1.05
 MOST_KERNELS = {False: 9, True: 7}
 """Of a layer, by ``fast_norm``."""
+MOST_KERNELS_CUT = 11
+"""Of a layer of a model that is cut over several GPUs: two all-reduces more."""
 ANCHOR = "rope_and_write_kv"
 """A kernel that every layer has once."""
 
@@ -50,10 +53,18 @@ class Audited:
     forward: list[Kernel]
     sampler: list[Kernel]
     facts: Mapping[str, Any]
+    num_devices: int = 1
+    """``spec`` is what each computes, its part of the vocabulary included."""
 
     @property
     def floor(self) -> Floor:
+        """Of one device."""
         return floor_of(self.spec, self.case, fast_norm=self.fast_norm)
+
+    @property
+    def sums(self) -> int:
+        """All-reduces of the forward."""
+        return sum(kernel.name in ("all-reduce", "all-reduce-start") for kernel in self.forward)
 
     @property
     def read(self) -> float:
@@ -86,9 +97,8 @@ def promises(step: Audited) -> dict[str, str]:
     """What is promised of a step, and what is wrong with it: nothing where the promise holds."""
     forward, sampler = step.facts["forward"], step.facts["sampler"]
     bucket = step.case.bucket
-    most_kernels = (
-        MOST_KERNELS[step.fast_norm] + (not bucket.decode_only) + 2 * (step.fast_norm and bucket.num_tokens == 1)
-    )
+    most_kernels = _most_kernels(bucket, fast_norm=step.fast_norm, num_devices=step.num_devices)
+    sums = 0 if step.num_devices == 1 else 2 * step.spec.num_layers + 1
     launches = [*forward["launches"], *sampler["launches"]]
     matrices, logits = _matrix_sizes(step.spec), step.case.bucket.num_seqs * step.spec.vocab_size
 
@@ -103,6 +113,9 @@ def promises(step: Audited) -> dict[str, str]:
         ),
         f"at most {most_kernels} kernels a layer": _unless(
             0 < step.kernels_a_layer <= most_kernels, f"{step.kernels_a_layer}"
+        ),
+        f"{sums} all-reduces, two a layer and the embedding's" if sums else "no all-reduces": _unless(
+            step.sums == sums, f"{step.sums}"
         ),
         "the pages are updated in place": _unless(
             forward["alias_bytes"] >= step.facts["pool_bytes"],
@@ -124,11 +137,11 @@ def promises(step: Audited) -> dict[str, str]:
     }
 
 
-def _most_kernels(bucket: Bucket, *, fast_norm: bool) -> int:
+def _most_kernels(bucket: Bucket, *, fast_norm: bool, num_devices: int) -> int:
     """A mixed step has one more, since chunks and decodes attend in kernels of their own. With fast_norm a single row
     may have two more: where weights are small XLA writes its products itself, which add nothing as they store. (Without
     fast_norm the norms add it.)"""
-    most = MOST_KERNELS[fast_norm] + (not bucket.decode_only)
+    most = (MOST_KERNELS[fast_norm] if num_devices == 1 else MOST_KERNELS_CUT) + (not bucket.decode_only)
     return most + 2 if fast_norm and bucket.num_tokens == 1 else most
 
 
@@ -173,7 +186,9 @@ def audited(found: Mapping[str, Any], spec: ModelSpec, request: Mapping[str, Any
     """A line of :mod:`bench.audit_compile`, read."""
     case = Case(Bucket(**found["bucket"]), request["context"])
     forward, sampler = (_kernels(found[name]["kernels"]) for name in ("forward", "sampler"))
-    return Audited(spec, case, request["target"], request["fast_norm"], forward, sampler, found)
+    size = request["tensor_parallel_size"]
+    part = dataclasses.replace(spec_of_part(spec, size), vocab_size=-(-spec.vocab_size // size))
+    return Audited(part, case, request["target"], request["fast_norm"], forward, sampler, found, size)
 
 
 def _kernels(rows: Sequence[Any]) -> list[Kernel]:
@@ -240,6 +255,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=positive, default=1024, metavar="N", help="of a decode; default 1024")
     parser.add_argument("--fast-norm", action="store_true", help="the engine's setting of that name")
     parser.add_argument(
+        "--tensor-parallel-size", type=positive, default=1, metavar="N", help="GPUs that the model is cut over"
+    )
+    parser.add_argument(
         "--plugin", type=Path, metavar="DIR", help="folder of the CUDA plug-in; default: the user's cache"
     )
     return parser
@@ -273,6 +291,7 @@ def measure(options: argparse.Namespace) -> Result:
         "tokens": options.tokens,
         "context": options.context,
         "fast_norm": options.fast_norm,
+        "tensor_parallel_size": options.tensor_parallel_size,
     }
     print(f"{options.model} on {options.target}, jax {importlib.metadata.version('jax')}, nothing runs: compiled only")
     steps = []

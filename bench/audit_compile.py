@@ -23,10 +23,12 @@ from jax.stages import Compiled
 from bench.audit_cases import ITEM, Case, spec_of, traffic_of
 from bench.hlo import Traffic, parse
 from jaxcb.config import EngineConfig
+from jaxcb.devices import AXIS, CUT, PAGES, WHOLE, Placement
 from jaxcb.engine.gpu_memory import Sizes, account, forward_bytes
 from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, shape_of
 from jaxcb.models import ModelSpec, param_shapes
 from jaxcb.models.fused import fold_norms
+from jaxcb.models.parallel import TensorParallel, part_of, spec_of_part
 from jaxcb.step.batch import SlotState, StepLayout
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout
@@ -47,25 +49,29 @@ class Request:
     tokens: int
     context: int
     fast_norm: bool
+    tensor_parallel_size: int = 1
 
 
 class Step:
     """The engine's programs for a described GPU: as :class:`jaxcb.step.runner.Runner` lowers them, on abstract
-    arguments, with pages that fill the GPU."""
+    arguments, with pages that fill the GPU. Of a model that is cut over several, what one has of it."""
 
     def __init__(self, request: Request, spec: ModelSpec, mesh: jax.sharding.Mesh):
-        self.request, self.spec = request, spec
-        self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self.request, self.spec, self._mesh = request, spec, mesh
+        self.placement = Placement(tuple(mesh.devices.flat))
+        self.part = spec_of_part(spec, self.placement.size)
+        self.parallel = TensorParallel(self.placement.size, spec.vocab_size)
         num_seqs, page_size = max(*request.rows, 256), EngineConfig.page_size
-        sizes = Sizes(spec, num_seqs, request.tokens, spec.max_position, page_size, ITEM)
+        sizes = Sizes(self.part, num_seqs, request.tokens, spec.max_position, page_size, ITEM)
         allowed = int(EngineConfig.gpu_memory_utilization * memory_bytes(request.target))
-        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
+        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params)) // self.placement.size
         config = EngineConfig(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=request.tokens,
             decode_buckets=request.rows,
             kv_cache_memory_bytes=account(allowed, weights, sizes).for_pages,
             fast_norm=request.fast_norm,
+            tensor_parallel_size=request.tensor_parallel_size,
         )
         self.config = resolve_config(config, spec, jnp.dtype(jnp.bfloat16))
         self.shape: RunnerShape = shape_of(self.config)
@@ -81,11 +87,27 @@ class Step:
 
     def forward(self, bucket: Bucket) -> Compiled:
         layout = StepLayout(bucket, self.shape.table_width, self.shape.num_slots)
-        program = StepProgram(self.spec, layout, self.shape.page_size, self.backend, fast_norm=self.request.fast_norm)
-        return lower_forward(program, self.params, self.pages, self.state).compile()
+        program = StepProgram(
+            self.part,
+            layout,
+            self.shape.page_size,
+            self.backend,
+            fast_norm=self.request.fast_norm,
+            parallel=self.parallel,
+        )
+        return lower_forward(program, self.params, self.pages, self.state, self.placement).compile()
 
     def sampler(self, bucket: Bucket) -> Compiled:
-        samplers = Samplers(self.spec, self.backend, self.controls, jnp.bfloat16, processed=False, deterministic=False)
+        samplers = Samplers(
+            self.part,
+            self.backend,
+            self.controls,
+            jnp.bfloat16,
+            processed=False,
+            deterministic=False,
+            placement=self.placement,
+            parallel=self.parallel,
+        )
         jobs = samplers.jobs(self.params, self.state, [bucket.num_seqs], [])
         job = next(job for job in jobs if job.name == f"sample greedy {bucket.num_seqs}")
         return job.lower().compile()
@@ -93,12 +115,14 @@ class Step:
     @functools.cached_property
     def params(self) -> Any:
         params = param_shapes(self.spec, jnp.bfloat16)
-        return self._abstract(jax.eval_shape(fold_norms, params) if self.request.fast_norm else params)
+        if self.request.fast_norm:
+            params = jax.eval_shape(fold_norms, params)
+        return jax.tree.map_with_path(self._cut, params) if self.placement.size > 1 else self._abstract(params)
 
     @functools.cached_property
     def pages(self) -> jax.ShapeDtypeStruct:
         dtype = kv_dtype(jnp.dtype(jnp.bfloat16), self.backend)
-        return self._abstract(jax.ShapeDtypeStruct(kv_shape(self.spec, self.shape), dtype))
+        return self._abstract(jax.ShapeDtypeStruct(kv_shape(self.part, self.shape, self.placement.size), dtype), PAGES)
 
     @functools.cached_property
     def state(self) -> Any:
@@ -107,10 +131,19 @@ class Step:
 
     def traffic(self, case: Case) -> list[Traffic]:
         shape = self.shape
-        return traffic_of(self.spec, case, self.request.target, shape.num_pages + 1, shape.page_size, shape.table_width)
+        return traffic_of(self.part, case, self.request.target, shape.num_pages + 1, shape.page_size, shape.table_width)
 
-    def _abstract(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), tree)
+    def _abstract(self, tree: Any, partition: jax.sharding.PartitionSpec = WHOLE) -> Any:
+        sharding = jax.sharding.NamedSharding(self._mesh, WHOLE if self.placement.size == 1 else partition)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    def _cut(self, path: Any, whole: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """A parameter as the engine cuts it."""
+        keys, size = tuple(key.key for key in path), self.placement.size
+        part = jax.eval_shape(lambda x: part_of(keys, x, self.spec, size, 0), whole)
+        if part is None:
+            return self._abstract(whole)
+        return self._abstract(jax.ShapeDtypeStruct((size, *part.shape), part.dtype), CUT)
 
 
 def facts(compiled: Compiled, traffic: list[Traffic], dump: Path) -> dict[str, Any]:
@@ -136,15 +169,15 @@ def main() -> None:
     request, dump = Request(**json.loads(sys.argv[1])), Path(sys.argv[2])
     request = dataclasses.replace(request, rows=tuple(request.rows))
     spec = spec_of(request.model, request.num_layers)
-    with target_mesh(request.target) as mesh:
+    with target_mesh(request.target, request.tensor_parallel_size, AXIS) as mesh:
         step = Step(request, spec, mesh)
         for case in step.cases():
             began = time.perf_counter()
             bucket = case.bucket
             found = {
                 "bucket": dataclasses.asdict(bucket),
-                "pool_bytes": step.pages.size * step.pages.dtype.itemsize,
-                "most_temp_bytes": forward_bytes(spec, bucket.num_tokens, bucket.num_seqs, ITEM),
+                "pool_bytes": step.pages.size * step.pages.dtype.itemsize // step.placement.size,
+                "most_temp_bytes": forward_bytes(step.part, bucket.num_tokens, bucket.num_seqs, ITEM),
                 "forward": facts(step.forward(bucket), step.traffic(case), dump),
                 "sampler": facts(step.sampler(bucket), [], dump),
             }

@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
             for engine in engines.values():
                 engine.shutdown()
         model = fit(read_step_log(log))
-    per_token = int(np.prod(shape[1:])) // shape[3] * itemsize
+    per_token = int(np.prod(shape[1:])) // front.config.page_size * itemsize
     network = Network(bytes_per_token=per_token, bandwidth=max(moved["gb_per_s"], 1e-3) * 1e9)
     simulated = goodput(args, model, limits, network)
     result = {

@@ -12,7 +12,7 @@ import jax
 from bench.common import machine, positive, show_progress
 from bench.workload import Item
 from jaxcb.cache import cache_dir
-from jaxcb.config import Backend, EngineConfig, Quantization
+from jaxcb.config import Backend, EngineConfig, KVCacheDType, Quantization
 from jaxcb.engine import Engine
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
@@ -135,6 +135,7 @@ def engine_facts(model: str, config: EngineConfig) -> dict[str, Any]:
     names = (
         "dtype",
         "quantization",
+        "kv_cache_dtype",
         "backend",
         "max_num_seqs",
         "max_num_batched_tokens",
@@ -153,6 +154,7 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     group.add_argument("--model", metavar="DIR|ID|FILE.gguf", help="default: the built-in SmolLM2-135M-Instruct")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     group.add_argument("--quantization", choices=get_args(Quantization), help="of the weights")
+    group.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help="auto, or int8")
     group.add_argument("--backend", choices=get_args(Backend), help="kernels; default: by platform")
     sizes: Mapping[str, str] = {
         "max_num_seqs": "most sequences in a step",

@@ -76,7 +76,7 @@ def sweep_tiles(shape: Shape, dry: bool) -> Iterator[TileShape]:
     rows = (16,) if shape.decode_only else (64, 128)
     blocks, stages, warps = ((32, 64, 128), (2, 3, 4), (4, 8)) if not dry else ((64,), (2,), (4,))
     for values in itertools.product(rows, blocks, warps, stages):
-        yield TileShape(values[0], values[1], 16, values[2], values[3])
+        yield TileShape(*values)
 
 
 def time_shape(
@@ -107,7 +107,7 @@ def sweep(
     for tile in sweep_tiles(shape, dry):
         if time.perf_counter() >= until:
             break
-        table[key] = tile
+        table[key] = kept._replace(narrow=tile)
         try:
             out.append({"tile": tile._asdict()} | time_shape(name, shape, "triton", limits, dry, seed))
         except Exception as failure:  # whatever the compiler raises for a tile is a result of the sweep

@@ -17,6 +17,7 @@ DType = Literal["auto", "float32", "bfloat16"]
 Backend = Literal["xla", "triton", "native"]
 LogprobsMode = Literal["raw", "processed"]
 Quantization = Literal["int8"]
+KVCacheDType = Literal["auto", "int8", "float32", "bfloat16"]
 PAGE_SIZES = (8, 16, 32, 64, 128)
 _POSITIVE = (
     "max_model_len",
@@ -40,10 +41,15 @@ class EngineConfig(SchedulingKnobs):
             hold, (spec, params) or a :class:`jaxcb.held_model.HeldModel`; the engine then uses these arrays
             (the native CPU kernels: a copy in a layout of their own, beside yours).
         revision: branch, tag or commit of a hub id.
-        dtype: weights, activations and KV cache. "auto" is bfloat16 on GPUs, under the native CPU kernels and on
-            CPUs with AVX512-BF16, float32 elsewhere. Products accumulate in float32 in every case.
+        dtype: weights, activations and, with ``kv_cache_dtype`` "auto", KV cache. "auto" is bfloat16 on GPUs, under the
+            native CPU kernels and on CPUs with AVX512-BF16, float32 elsewhere. Products accumulate in float32 in every
+            case.
         quantization: "int8" makes the weights int8 with a scale an output channel when they are loaded; dtype is then
             that of the embedding and the KV cache. Needs the native backend.
+        kv_cache_dtype: "auto": that of the weights; "int8": keys and values are rounded to int8 as they are written,
+            with a float32 scale for each head of each token, so that a page takes about half of bfloat16's bytes. For
+            backends native and xla; on xla it's ``deterministic`` that makes answers independent of their company. The
+            names of the other two dtypes may stand beside an equal ``dtype``.
         max_model_len: most tokens (prompt and answer) of a sequence. Default: the model's own limit, or what the KV
             cache holds if that is less.
         max_num_seqs: sequences in one step. Default 32 on a CPU, 256 on a GPU.
@@ -97,6 +103,7 @@ class EngineConfig(SchedulingKnobs):
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -155,6 +162,7 @@ class EngineConfig(SchedulingKnobs):
         _choice("dtype", self.dtype, get_args(DType))
         _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
         _choice("quantization", self.quantization, (None, *get_args(Quantization)))
+        _choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         _choice("backend", self.backend, (None, *get_args(Backend)))
         for name in _POSITIVE:
             if getattr(self, name) is not None:
@@ -176,15 +184,22 @@ class EngineConfig(SchedulingKnobs):
         self._set("tensor_parallel_size", size)
         count = validation.integer("data_parallel_size", self.data_parallel_size, low=1, error=ConfigError)
         self._set("data_parallel_size", count)
-        for name in ("quantization", "fast_norm") if size > 1 else ():
-            if getattr(self, name):
-                raise ConfigError(f"{name} is for one device, not for tensor_parallel_size {size}", param=name)
+        for name, value in (("quantization", "int8"), ("kv_cache_dtype", "int8"), ("fast_norm", True)):
+            if size > 1 and getattr(self, name) == value:
+                given = f"{name} {value}" if name != "fast_norm" else name
+                raise ConfigError(f"{given} is for one device, not for tensor_parallel_size {size}", param=name)
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))
         for name in ("enable_prefix_caching", "run_ahead", "kv_transfer", "deterministic", "fast_norm"):
             validation.boolean(name, getattr(self, name), error=ConfigError)
         self._set("seed", validation.integer("seed", self.seed, low=-(2**63), high=2**63 - 1, error=ConfigError))
+        if self.kv_cache_dtype not in ("auto", "int8", self.dtype):
+            raise ConfigError(
+                f"kv_cache_dtype must be auto, int8 or the model's own: kv_cache_dtype {self.kv_cache_dtype} needs "
+                f"dtype {self.kv_cache_dtype}, got dtype {self.dtype}",
+                param="kv_cache_dtype",
+            )
         if self.preemption == "swap" and not self.host_kv_gib:
             raise ConfigError("preemption 'swap' needs host memory: set host_kv_gib", param="host_kv_gib")
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs

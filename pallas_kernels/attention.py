@@ -92,7 +92,7 @@ def ragged_paged_attention(
         )
     if isinstance(metadata.work, native.Tables):
         require(native.loaded() is not None, "backend", "loaded first, by pallas_kernels.native.load", "native")
-        attended = native.attention(q.astype(jnp.float32), values_of(kv_pages), metadata.work, sinks=sinks, **options)
+        attended = native.attention(q.astype(jnp.float32), kv_pages, metadata.work, sinks=sinks, **options)
         return attended.astype(q.dtype)
     if isinstance(metadata.work, WorkLists):
         return xla.ragged_paged_attention(q, kv_pages, metadata.work, sinks=sinks, **options)

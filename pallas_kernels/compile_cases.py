@@ -56,7 +56,7 @@ def attention_cases(target: str) -> dict[str, tuple[Callable[..., Any], tuple[An
     cases["attention d128 bfloat16 window cap sinks"] = _attention(
         target, 128, "bfloat16", window=1024, soft_cap=30.0, sinks=True
     )
-    if TARGETS[target].compute_capability == (9, 0) and MOSAIC:
+    if _has_mosaic(target):
         for d, page_size in ((64, 16), (128, 16), (128, 128), (256, 64)):
             cases[f"mosaic d{d} pages of {page_size}"] = _attention(
                 target, d, "bfloat16", page_size=page_size, backend="mosaic"
@@ -151,7 +151,9 @@ def _attention(
     return attend, (q, pages, *batch, Shape((num_heads,), jnp.float32) if sinks else None)
 
 
-def step_case(target: str, *, decode_only: bool, num_layers: int = 30) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def step_case(
+    target: str, *, decode_only: bool, num_layers: int = 30, backend: Backend = "triton"
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of a model of SmolLM2-135M's shape on bfloat16, its layers unrolled; the pages are argument 1."""
     hidden, num_heads, num_kv_heads, head_dim, wide, vocabulary, page_size, num_pages = (
         576,
@@ -197,7 +199,7 @@ def step_case(target: str, *, decode_only: bool, num_layers: int = 30) -> tuple[
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             decode_only=decode_only,
-            backend="triton",
+            backend=backend,
             target=target,
         )
         flat = kv.reshape(-1, *kv.shape[3:])
@@ -209,7 +211,7 @@ def step_case(target: str, *, decode_only: bool, num_layers: int = 30) -> tuple[
             qkv = (norm(x, w["norms"][0]) @ w["qkv"].T).reshape(num_tokens, -1, head_dim)
             q, k, v = jnp.split(qkv, [num_heads, num_heads + num_kv_heads], 1)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            options: dict[str, Any] = {"layer": number, "num_layers": num_layers, "backend": "triton"}
+            options: dict[str, Any] = {"layer": number, "num_layers": num_layers, "backend": backend}
             flat = write_kv(flat, k, v, pages, positions % page_size, **options)
             attended = ragged_paged_attention(q, flat, metadata, **options)
             x = x + attended.reshape(num_tokens, -1) @ w["o"].T
@@ -221,15 +223,24 @@ def step_case(target: str, *, decode_only: bool, num_layers: int = 30) -> tuple[
     return step, (weights, pool, *batch, _int32(num_tokens))
 
 
-STEPS = {
-    "step decode": functools.partial(step_case, decode_only=True),
-    "step mixed": functools.partial(step_case, decode_only=False),
-}
+def step_cases(target: str) -> dict[str, Callable[..., Any]]:
+    """What makes each whole step, by name."""
+    steps = {
+        "step decode": functools.partial(step_case, target, decode_only=True),
+        "step mixed": functools.partial(step_case, target, decode_only=False),
+    }
+    if _has_mosaic(target):
+        steps["step mixed mosaic"] = functools.partial(step_case, target, decode_only=False, backend="mosaic")
+    return steps
+
+
+def _has_mosaic(target: str) -> bool:
+    return TARGETS[target].compute_capability == (9, 0) and MOSAIC
 
 
 def compile_step(name: str, target: str, dump: Path) -> dict[str, Any]:
     """What a whole step became: bytes aliased and temporary, copies as large as a layer's share, CUDA graphs."""
-    function, arguments = STEPS[name](target)
+    function, arguments = step_cases(target)[name]()
     pool = arguments[1]
     compiled = compile_for(function, arguments, target, donate=(1,))
     memory, layer_bytes = compiled.memory_analysis(), _bytes(pool) // pool.shape[1]
@@ -300,7 +311,7 @@ def main() -> None:
     for name in sys.argv[4:]:
         began = time.perf_counter()
         try:
-            is_step = name in STEPS
+            is_step = name in step_cases(target)
             found = compile_step(name, target, dump) if is_step else compile_kernels(name, target, dump, ptxas)
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"[:2000]}

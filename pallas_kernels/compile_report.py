@@ -2,23 +2,27 @@
 
     python -m pallas_kernels.compile_report --target h200        # h100, a100, l4; all if none is named
 
-Prints registers, spilled bytes and tensor-core instructions of each kernel, and what whole steps became; exits with 1
-if a bound is broken. The compiler is installed into a folder of its own first (about 0.6 GB, once).
+Prints registers, spilled bytes and tensor-core instructions of each kernel, and what whole steps became; ends with
+status 1 if a bound is broken: no kernel may spill more than 16 bytes a thread or ask for more shared memory than there
+is, and a step of 30 layers updates its pages in place and is one CUDA graph. The compiler is installed into a folder of
+its own first (about 0.6 GB, once); where no registry has it, the status is 77 and the reason is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.compile_cases import STEPS, attention_cases
-from pallas_kernels.deviceless import environment, install_plugin, ptxas
+from pallas_kernels.compile_cases import attention_cases, step_cases
+from pallas_kernels.deviceless import NoPluginError, environment, install_plugin, ptxas
 from pallas_kernels.triton.targets import TARGETS
 
 MOST_SPILL_BYTES = 16
@@ -27,19 +31,31 @@ CASES_A_PROCESS = 4
 """A compiler that aborts takes its process along, and starting one takes as long as compiling two cases."""
 
 
-def report(target: str, cases: Sequence[str], folder: Path) -> Iterator[dict[str, Any]]:
-    """Compile the cases, a few a process; yields what each became. ``folder``: where the plug-in is."""
-    for first in range(0, len(cases), CASES_A_PROCESS):
-        batch = list(cases[first : first + CASES_A_PROCESS])
-        with tempfile.TemporaryDirectory() as dump:
-            module = [sys.executable, "-m", "pallas_kernels.compile_cases", target, dump, str(ptxas(folder))]
-            done = subprocess.run(
-                [*module, *batch], env=environment(folder, Path(dump)), capture_output=True, text=True, timeout=1800
-            )
-        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-        yield from found
-        for name in batch[len(found) :]:
-            yield {"case": name, "error": f"the compiler died with {done.returncode}: {done.stderr[-1000:]}"}
+SKIPPED = 77
+"""Status where nothing could be compiled, as automake's tests have it."""
+
+
+def report(target: str, cases: Sequence[str], folder: Path, *, jobs: int = 1) -> Iterator[dict[str, Any]]:
+    """Compile the cases, a few a process and ``jobs`` processes at once; yields what each became, in order.
+
+    Arguments:
+        folder: where the plug-in is.
+    """
+    batches = [list(cases[first : first + CASES_A_PROCESS]) for first in range(0, len(cases), CASES_A_PROCESS)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(lambda batch: _compile(target, batch, folder), batches):
+            yield from found
+
+
+def _compile(target: str, cases: list[str], folder: Path) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as dump:
+        module = [sys.executable, "-m", "pallas_kernels.compile_cases", target, dump, str(ptxas(folder))]
+        done = subprocess.run(
+            [*module, *cases], env=environment(folder, Path(dump)), capture_output=True, text=True, timeout=1800
+        )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    died = f"the compiler died with {done.returncode}: {done.stderr[-1000:]}"
+    return found + [{"case": name, "error": died} for name in cases[len(found) :]]
 
 
 def problems(found: dict[str, Any]) -> list[str]:
@@ -76,15 +92,24 @@ def lines(found: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=sorted(TARGETS), action="append", help="may be given several times")
-    parser.add_argument("--plugin", type=Path, help="folder of the CUDA plug-in; None: the user's cache")
+    parser.add_argument("--plugin", type=Path, help="folder of the CUDA plug-in; default: one in the user's cache")
+    parser.add_argument("--install", action="store_true", help="install the compiler and stop")
     parser.add_argument("--only", default="", help="only the cases whose name holds this")
+    parser.add_argument("--jobs", type=int, default=_cores(), help="processes at once; default: the cores, at most 4")
     parser.add_argument("--json", type=Path, help="write everything there")
     options = parser.parse_args(arguments)
-    folder, found = install_plugin(options.plugin), []
+    try:
+        folder = install_plugin(options.plugin)
+    except NoPluginError as error:
+        print(f"nothing is compiled: {error}")
+        return SKIPPED
+    if options.install:
+        return 0
+    found = []
     for target in options.target or list(TARGETS):
-        cases = [name for name in (*attention_cases(target), *STEPS) if options.only in name]
-        print(f"\n{target}\n{'case':42s} {'kernel':32s} registers  spills tensor")
-        for case in report(target, cases, folder):
+        cases = [name for name in (*step_cases(target), *attention_cases(target)) if options.only in name]
+        print(f"\n{target}\n{'case':42s} {'kernel':32s} registers  spills tensor", flush=True)
+        for case in report(target, cases, folder, jobs=options.jobs):
             found.append({"target": target} | case)
             print("\n".join(lines(case)), flush=True)
     if options.json:
@@ -92,6 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = sum(len(problems(case)) for case in found)
     print(f"\n{len(found)} cases, {wrong} problems")
     return 1 if wrong else 0
+
+
+def _cores() -> int:
+    return min(len(os.sched_getaffinity(0)), 4)
 
 
 if __name__ == "__main__":

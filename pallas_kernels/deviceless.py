@@ -20,6 +20,8 @@ import jax
 
 PLUGIN_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pallas_kernels"
 
+INSTALL_TIMEOUT_S = 1200
+
 
 class NoPluginError(RuntimeError):
     """The plug-in could not be installed; the message holds pip's reason."""
@@ -40,7 +42,10 @@ def install_plugin(folder: Path | None = None) -> Path:
     nvcc = "nvidia-cuda-nvcc-cu12" if cuda == "12" else "nvidia-cuda-nvcc>=13,<14"  # for ptxas
     wheels = [f"jax-cuda{cuda}-plugin=={version}", f"jax-cuda{cuda}-pjrt=={version}", nvcc]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-    result = subprocess.run([*pip, *wheels], capture_output=True, text=True, timeout=1200)
+    try:
+        result = subprocess.run([*pip, *wheels], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise NoPluginError(f"{', '.join(wheels)} did not arrive in {INSTALL_TIMEOUT_S} s") from error
     if result.returncode:
         reasons = [line for line in result.stderr.splitlines() if "ERROR" in line] or [result.stderr[-500:]]
         raise NoPluginError(f"{', '.join(wheels)} could not be installed: {reasons[-1]}")
@@ -89,12 +94,14 @@ def memory_bytes(target: str) -> int:
 
 
 @contextmanager
-def target_mesh(target: str) -> Iterator[jax.sharding.Mesh]:
-    """A mesh of one described GPU. Inside, Pallas finds that GPU where it asks for the kind of the device."""
+def target_mesh(target: str, num_devices: int = 1, axis: str = "device") -> Iterator[jax.sharding.Mesh]:
+    """A mesh of described GPUs, in one machine. Inside, Pallas finds them where it asks for the kind of the device."""
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=_DESCRIPTIONS[target], topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("device",))
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_DESCRIPTIONS[target], topology=f"1x1x{num_devices}"
+    )
+    mesh = topologies.make_mesh(topology, (num_devices,), (axis,))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield mesh
 

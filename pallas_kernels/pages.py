@@ -76,9 +76,10 @@ def quantize_rows(
 def require_kv_pages(kv_pages: KVPages, *, layer: object, num_layers: int, backend: str) -> None:
     """Raise ValueError unless ``kv_pages`` is the flat view [N*L*2, page_size, K, D] of a pool of ``num_layers``."""
     quantized, values = isinstance(kv_pages, QuantizedPages), values_of(kv_pages)
-    require(not quantized or backend != "native", "kv_pages", "an array for backend native", "QuantizedPages")
     name = "kv_pages.values" if quantized else "kv_pages"
-    dtypes = tuple(LARGEST) if quantized else PLAIN_DTYPES
+    dtypes: tuple[str, ...] = tuple(LARGEST) if quantized else PLAIN_DTYPES
+    if quantized and backend == "native":
+        dtypes = ("int8",)
     if backend not in ("triton", "mosaic"):
         dtypes += tuple(bits for bits, stored in BITS.items() if stored in dtypes)
     require_array(values, name, (None, None, None, None), dtypes=dtypes)

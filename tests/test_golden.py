@@ -63,9 +63,12 @@ def test_greedy_tokens_in_bfloat16_differ_only_where_the_margin_is_small(builtin
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("dtype, quantized, closeness", [("float32", False, 1e-4), ("bfloat16", True, 1e-2)])
-def test_the_loss_on_the_native_kernels(builtin_model, golden, dtype, quantized, closeness):
-    """In float32 the stored one; with int8 weights the perplexity is within 1%."""
+@pytest.mark.parametrize(
+    "dtype, quantized, int8_kv, closeness",
+    [("float32", False, False, 1e-4), ("float32", False, True, 2e-3), ("bfloat16", True, True, 1e-2)],
+)
+def test_the_loss_on_the_native_kernels(builtin_model, golden, dtype, quantized, int8_kv, closeness):
+    """In float32 the stored one; an int8 KV cache changes the perplexity by 0.2% at most, int8 weights beside by 1%."""
     assert native.usable(None)
     files = resolve(None)
     spec = files.read_spec()
@@ -73,7 +76,7 @@ def test_the_loss_on_the_native_kernels(builtin_model, golden, dtype, quantized,
     if quantized:
         params = quantize(params)
     ids = golden["nll"]["ids"]
-    log_probabilities = log_softmax(teacher_forced(spec, params, ids, chunk=256, backend="native"), -1)
+    log_probabilities = log_softmax(teacher_forced(spec, params, ids, chunk=256, backend="native", int8_kv=int8_kv), -1)
     loss = -np.mean(log_probabilities[np.arange(len(ids) - 1), ids[1:]], dtype=np.float64)
     assert np.exp(loss - golden["nll"]["mean_nll"]) == pytest.approx(1.0, abs=closeness)
 

@@ -25,7 +25,14 @@ from jaxcb.engine.incoming import Incoming, Source
 from jaxcb.engine.loop import StepLoop
 from jaxcb.engine.outgoing import Outgoing, Sink
 from jaxcb.engine.serving import ServingEngine
-from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, scheduler_of, shape_of
+from jaxcb.engine.sizing import (
+    backend_of,
+    buckets_of,
+    kv_bytes_per_token,
+    resolve_config,
+    scheduler_of,
+    shape_of,
+)
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.stream import OutputStream, deliver, nobody, running_loop
@@ -107,6 +114,7 @@ class Engine(ServingEngine):
                 spec,
                 self._runner.buckets,
                 itemsize,
+                kv_bytes_per_token=kv_bytes_per_token(self.config, spec, itemsize),
                 padding_costs=self.config.backend != "native",
             )
         self._trace = None if self.config.trace is None else EngineTrace(Path(self.config.trace))

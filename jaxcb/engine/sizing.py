@@ -30,6 +30,7 @@ from jaxcb.sizing import (
     wanted_model_len,
 )
 from jaxcb.step.buckets import Buckets
+from jaxcb.step.kv_pool import SCALE_BYTES
 from jaxcb.step.runner import RunnerShape
 from pallas_kernels import default_backend
 from pallas_kernels.platform import platform
@@ -57,7 +58,7 @@ def resolve_config(
     max_model_len = wanted_model_len(config, spec.max_position)
     seqs, budget = batch_limits(config, max_model_len, on_cpu=on_cpu)
     part = spec_of_part(spec, config.tensor_parallel_size)
-    page_bytes = part.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * config.page_size
+    page_bytes = kv_bytes_per_token(config, part, jnp.dtype(dtype).itemsize) * config.page_size
     most = seqs * -(-max_model_len // config.page_size)
     memory = None
     if not on_cpu and config.num_kv_pages is None and config.kv_cache_memory_bytes is None:
@@ -115,6 +116,13 @@ def scheduler_of(config: EngineConfig, spec: ModelSpec) -> Scheduler:
     return RecordingScheduler(limits, spec.eos_token_ids, file=open(config.event_log, "w", encoding="utf-8"))
 
 
+def kv_bytes_per_token(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
+    """Of all layers; ``itemsize``: of the weights."""
+    if config.kv_cache_dtype == "int8":
+        return spec.kv_bytes_per_token(1, SCALE_BYTES)
+    return spec.kv_bytes_per_token(itemsize)
+
+
 def _page_bytes(config: EngineConfig) -> int:
     return _set(config.kv_cache_memory_bytes) // _set(config.num_kv_pages)
 
@@ -133,6 +141,7 @@ def shape_of(config: EngineConfig) -> RunnerShape:
         max_model_len=_set(config.max_model_len),
         num_host_pages=num_host_pages(config, _page_bytes(config)),
         transfers=config.kv_transfer,
+        int8_kv=config.kv_cache_dtype == "int8",
     )
 
 
@@ -156,6 +165,8 @@ def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend
             "(python -m jaxcb.native says why)",
             param="quantization",
         )
+    if config.kv_cache_dtype == "int8" and backend == "triton":
+        raise ConfigError("kv_cache_dtype int8 is for backends native and xla, not for triton", param="kv_cache_dtype")
     if config.fast_norm and (backend != "triton" or config.deterministic):
         other = "deterministic" if backend == "triton" else f"backend {backend}"
         raise ConfigError(f"fast_norm is for the kernels of backend triton, not for {other}", param="fast_norm")

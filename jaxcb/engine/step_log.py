@@ -26,13 +26,23 @@ from jaxcb.step.runner import InFlight
 class StepLog:
     """Writes to ``file`` as the loop goes; a line is buffered until :meth:`close` or until a few KiB have gathered.
 
-    ``padding_costs``: the device computes the padding of a compiled shape, which the native CPU kernels don't.
+    ``itemsize``: bytes of a weight. ``padding_costs``: the device computes the padding of a compiled shape, which the
+    native CPU kernels don't.
 
     Raises:
         ConfigError: the file can't be written.
     """
 
-    def __init__(self, file: Path, spec: ModelSpec, buckets: Buckets, itemsize: int, *, padding_costs: bool):
+    def __init__(
+        self,
+        file: Path,
+        spec: ModelSpec,
+        buckets: Buckets,
+        itemsize: int,
+        *,
+        kv_bytes_per_token: int,
+        padding_costs: bool,
+    ):
         try:
             self._out = file.open("w", encoding="utf-8")
         except OSError as error:
@@ -45,7 +55,7 @@ class StepLog:
             {
                 "weight_bytes": spec.num_params * itemsize,
                 "flops_per_token": 2 * spec.num_params,
-                "kv_bytes_per_token": spec.kv_bytes_per_token(itemsize),
+                "kv_bytes_per_token": kv_bytes_per_token,
                 "attention_flops_per_pair": 4 * spec.num_layers * spec.q_size,
                 "decode_sizes": [bucket.num_tokens for bucket in shapes if bucket.decode_only],
                 "mixed_sizes": [bucket.num_tokens for bucket in shapes if not bucket.decode_only],

@@ -13,15 +13,15 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec
 from jaxcb.models.tiles import InTiles, directly
 from pallas_kernels import native
+from pallas_kernels.pages import KVPages
 
 Params = dict[str, Any]
-KV = Shaped[Array, "F page_size K D"]
 
 
 def apply_layers(
@@ -29,29 +29,29 @@ def apply_layers(
     params: Params,
     token_ids: Int[Array, "T"],
     positions: Int[Array, "T"],
-    kv: KV,
+    kv: KVPages,
     batch: native.Tables,
     in_tiles: InTiles = directly,
-) -> tuple[Float[Array, "T E"], KV]:
+) -> tuple[Float[Array, "T E"], KVPages]:
     """As :func:`jaxcb.models.decoder.apply_layers`, attention and KV write included, of parameters in panels
     (jaxcb/weights/panels.py). Padding rows come out as 0.
 
     The kernels give a row the same bits in any company; ``in_tiles`` is for what XLA computes, the angles.
     """
-    layers = [params["layers"][i] for i in range(spec.num_layers)]
+    layers = params["layers"]
     num_rows = batch.query_starts[-1]
     cos, sin = in_tiles(functools.partial(rope_tables, spec.rope, spec.head_dim), positions)
     windows = jnp.asarray([window or 0 for window in spec.windows], jnp.int32)
 
     def product(name: str, num_outputs: int, norm: str | None = None) -> Callable[..., Float[Array, "T O"]]:
-        linear = [layer[name] for layer in layers]
+        part = layers[name]
         return functools.partial(
             native.product,
-            kernels=[part["kernel"] for part in linear],
-            scales=[part["scale"] for part in linear] if "scale" in linear[0] else None,
-            biases=[part["bias"].astype(jnp.float32) for part in linear] if "bias" in linear[0] else None,
+            kernels=part["kernel"],
+            scales=part.get("scale"),
+            biases=part.get("bias"),
             num_outputs=num_outputs,
-            norms=None if norm is None else [layer[norm]["scale"] for layer in layers],
+            norms=None if norm is None else layers[norm]["scale"],
             eps=spec.rms_norm_eps,
             num_rows=num_rows,
         )
@@ -59,9 +59,9 @@ def apply_layers(
     E, F = spec.hidden_size, spec.intermediate_size
     qkv, o = product("qkv", spec.q_size + 2 * spec.kv_size, "input_norm"), product("o", E)
     gate_up, down = product("gate_up", F, "post_norm"), product("down", E)
-    q_norms, k_norms = (_stacked(layers, name) if spec.qk_norm else None for name in ("q_norm", "k_norm"))
+    q_norms, k_norms = (layers[name]["scale"] if spec.qk_norm else None for name in ("q_norm", "k_norm"))
 
-    def one_layer(index: Int[Array, ""], carry: tuple[Array, KV]) -> tuple[Array, KV]:
+    def one_layer(index: Int[Array, ""], carry: tuple[Array, KVPages]) -> tuple[Array, KVPages]:
         x, kv = carry
         attended, kv = native.place_and_attend(
             qkv(x, layer=index),
@@ -94,14 +94,10 @@ def apply_head(
     head = params.get("lm_head", {"kernel": params["embed"]["embedding"]})
     return native.product(
         hidden,
-        [head["kernel"]],
+        head["kernel"][None],
         num_outputs=spec.vocab_size,
-        scales=[head["scale"]] if "scale" in head else None,
-        norms=[params["final_norm"]["scale"]],
+        scales=head["scale"][None] if "scale" in head else None,
+        norms=params["final_norm"]["scale"][None],
         eps=spec.rms_norm_eps,
         num_rows=num_rows,
     )
-
-
-def _stacked(layers: list[Params], name: str) -> Float[Array, "L D"]:
-    return jnp.stack([layer[name]["scale"] for layer in layers])

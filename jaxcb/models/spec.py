@@ -101,9 +101,10 @@ class ModelSpec:
         heads = 1 if self.tie_word_embeddings else 2
         return self.num_layers * layer + heads * self.vocab_size * self.hidden_size
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of KV cache that one position takes in all layers, at ``itemsize`` bytes an element."""
-        return self.num_layers * 2 * self.kv_size * itemsize
+    def kv_bytes_per_token(self, itemsize: int, scale_bytes: int = 0) -> int:
+        """Bytes of KV cache that one position takes in all layers, at ``itemsize`` bytes an element and ``scale_bytes``
+        for a key or a value of a head."""
+        return self.num_layers * 2 * (self.kv_size * itemsize + self.num_kv_heads * scale_bytes)
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:

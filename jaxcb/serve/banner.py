@@ -52,13 +52,17 @@ def _chat(service: Service) -> str:
 def _engine_lines(engine: ServingEngine) -> list[tuple[str, str]]:
     config = engine.config
     pages = engine.stats().kv_pages_total // config.data_parallel_size
+    capacity = f"{pages * config.page_size:,} tokens" + (" in int8" if config.kv_cache_dtype == "int8" else "")
     cache = "prefixes are reused" if config.enable_prefix_caching else "prefixes are not reused"
     several = []
     if config.data_parallel_size > 1:
         several = [("engines", f"{config.data_parallel_size} behind one queue; what follows is of each")]
     return [
         *several,
-        ("KV cache", f"{pages} pages of {config.page_size} tokens: {pages * config.page_size:,} tokens; {cache}"),
+        (
+            "KV cache",
+            f"{pages} pages of {config.page_size} tokens: {capacity}; {cache}",
+        ),
         ("room for", _room(pages, config.page_size, config.max_model_len or 1)),
         ("limits", f"{config.max_model_len} tokens a sequence{_waiting(config.max_waiting)}"),
         ("a step", f"at most {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences"),

@@ -118,12 +118,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} must be a non-empty string of printable ASCII characters", param=name)
     if args.admin_api_key is not None and args.admin_api_key == args.api_key:
         raise ConfigError("--admin-api-key must be another one than --api-key", param="admin_api_key")
-    if args.kv_cache_dtype not in ("auto", args.dtype):
-        raise ConfigError(
-            f"the KV cache has the dtype of the model: --kv-cache-dtype {args.kv_cache_dtype} needs "
-            f"--dtype {args.kv_cache_dtype}",
-            param="kv_cache_dtype",
-        )
 
 
 def _origins(values: Sequence[str]) -> tuple[str, ...]:

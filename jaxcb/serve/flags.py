@@ -8,7 +8,7 @@ import functools
 import re
 from typing import get_args
 
-from jaxcb.config import Backend, EngineConfig, Quantization
+from jaxcb.config import Backend, EngineConfig, KVCacheDType, Quantization
 from jaxcb.parsing import REASONING_PARSERS
 from jaxcb.scheduler.knobs import Batching, Preemption, Reservation, Victim
 from jaxcb.scheduler.policy import POLICIES
@@ -87,14 +87,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step")
     limits.add_argument("--max-waiting", type=int, metavar="N", help="queue length; one more gets 429 (default: none)")
     limits.add_argument("--block-size", "--page-size", type=int, dest="page_size", metavar="N", help="tokens in a page")
-    limits.add_argument("--num-kv-pages", type=int, metavar="N", help="pages in the pool")
+    limits.add_argument("--num-kv-pages", type=int, help=_HIDDEN)
     limits.add_argument("--num-gpu-blocks-override", type=int, dest="num_kv_pages", help=_HIDDEN)
-    limits.add_argument("--kv-cache-memory-bytes", type=num_bytes, metavar="N", help="or sized so: 512M, 2GiB")
+    limits.add_argument("--kv-cache-memory-bytes", type=num_bytes, metavar="N", help="of the pool of pages: 512M, 2GiB")
     limits.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="part of a GPU's memory to take")
     limits.add_argument("--host-kv-gib", "--swap-space", type=float, metavar="GIB", help="host memory for KV")
     limits.add_argument("--no-enable-prefix-caching", action="store_false", dest="enable_prefix_caching")
     limits.add_argument("--enable-prefix-caching", action="store_true", help=_HIDDEN)
-    limits.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "float32", "bfloat16"), help=_HIDDEN)
+    limits.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), help=_HIDDEN)
 
 
 def _add_scheduling(parser: argparse.ArgumentParser) -> None:

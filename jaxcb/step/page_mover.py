@@ -12,20 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
-from jaxtyping import Array, Shaped
+from jaxtyping import Shaped
 
 from jaxcb.devices import PAGES, WHOLE, Placement, placement_of
 from jaxcb.paging import PageMoves
 from jaxcb.step.host_pages import HostPages
 from jaxcb.step.jobs import Job
-from pallas_kernels import copy_pages, gather_pages, scatter_pages
+from jaxcb.step.kv_pool import KVPages, gather_rows, scatter_rows
+from pallas_kernels import copy_pages
 from pallas_kernels.metadata import Backend
 from pallas_kernels.platform import platform
 
 PAGES_PER_MOVE = 32
 """Pages that one call copies or transfers; fewer are padded with the trash page."""
-
-KVPages = Shaped[Array, "N L 2 page_size K D"]
 
 
 class PageMover:
@@ -38,7 +37,7 @@ class PageMover:
         kv: the device's pages, as they are given to every call.
         num_host_pages: pages of host memory.
         placement: the devices that they lie on; each has some heads.
-        copies: devices that have the same head, beside each other. In host memory there is one of each.
+        copies: devices that have the same head, beside each other. Other engines are given one of each.
         transfers: :meth:`read` and :meth:`write` will be used.
     """
 
@@ -53,37 +52,42 @@ class PageMover:
         transfers: bool = False,
     ):
         self.num_host_pages, self._transfers = num_host_pages, transfers
-        self._kv, self._backend = jax.ShapeDtypeStruct(kv.shape, kv.dtype, sharding=kv.sharding), backend
         self._placement, self._copies = placement_of(None, 1) if placement is None else placement, copies
-        self.page_shape = (*kv.shape[1:4], kv.shape[4] // copies, kv.shape[5])
-        """[L, 2, page_size, K, D] of a page in host memory."""
         spread = self._placement.spread
-        self._gather = spread(gather_pages, (PAGES, WHOLE), PAGES)
-        self._scatter = spread(scatter_pages, (PAGES, WHOLE, PAGES), PAGES)
-        self._host = HostPages(self._kv, self._rows(1), self._gather, self._scatter) if num_host_pages else None
+        self._gather = spread(gather_rows, (PAGES, WHOLE), PAGES)
+        self._scatter = spread(scatter_rows, (PAGES, WHOLE, PAGES), PAGES)
+        self._kv, self._backend = jax.tree.map(_abstract, kv), backend
+        self._pages = self._placement.abstract((PAGES_PER_MOVE,), jnp.int32)
+        rows = jax.eval_shape(gather_rows, self._kv, self._pages)
+        self._rows = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=self._placement.sharding(PAGES))
+        one = jax.ShapeDtypeStruct((1, *rows.shape[1:]), rows.dtype, sharding=self._rows.sharding)
+        self._host = HostPages(self._kv, one, self._gather, self._scatter) if num_host_pages else None
         self._programs: dict[str, Compiled] = {}
 
     @property
     def rows(self) -> jax.ShapeDtypeStruct:
         """What :meth:`gather` gives and :meth:`scatter` takes."""
-        return self._rows(PAGES_PER_MOVE)
+        return self._rows
 
     def jobs(self) -> Iterable[Job]:
         """Every program."""
-        spread, pages = self._placement.spread, self._placement.abstract((PAGES_PER_MOVE,), jnp.int32)
         one_copy = functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu")
-        copy = jax.jit(spread(one_copy, (PAGES, WHOLE, WHOLE), PAGES), donate_argnums=0)
-        yield self._job("copy", copy, pages, pages)
+        copy = jax.jit(self._placement.spread(one_copy, (PAGES, WHOLE, WHOLE), PAGES), donate_argnums=0)
+        yield self._job("copy", copy, self._pages, self._pages)
         if self._host is not None:
             yield from self._host.jobs(self._placement.whole)
         if self._transfers:
-            yield self._job("gather", jax.jit(self._gather), pages)
-            yield self._job("scatter", jax.jit(self._scatter, donate_argnums=0), pages, self.rows)
+            yield self._job("gather", jax.jit(self._gather), self._pages)
+            yield self._job("scatter", jax.jit(self._scatter, donate_argnums=0), self._pages, self._rows)
 
-    def _rows(self, count: int) -> jax.ShapeDtypeStruct:
-        """Pages that were gathered, or are to be scattered."""
-        sharding = self._placement.sharding(PAGES)
-        return jax.ShapeDtypeStruct((count, *self._kv.shape[1:]), self._kv.dtype, sharding=sharding)
+    @property
+    def page(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a page where it has left the pool: a row of what :meth:`read` returns."""
+        shape = self._rows.shape[1:]
+        if self._copies > 1:
+            *outer, num_heads, head_dim = shape
+            shape = (*outer, num_heads // self._copies, head_dim)
+        return jax.ShapeDtypeStruct(shape, self._rows.dtype)
 
     def move(self, kv: KVPages, moves: PageMoves) -> KVPages:
         """Out, in, copy. ``kv`` is donated where pages are written; the result takes its place."""
@@ -95,29 +99,29 @@ class PageMover:
             kv = self._programs["copy"](kv, sources, destinations)
         return kv
 
-    def read(self, kv: KVPages, pages: list[int]) -> Shaped[np.ndarray, "n L 2 page_size K D"]:
+    def read(self, kv: KVPages, pages: list[int]) -> Shaped[np.ndarray, "n ..."]:
         """The content of device pages, for another engine. Waits for the steps in flight."""
         parts = []
         for start in range(0, len(pages), PAGES_PER_MOVE):
             batch = pages[start : start + PAGES_PER_MOVE]
             parts.append(self._on_host(self.gather(kv, batch))[: len(batch)])
-        return np.concatenate(parts) if parts else np.empty((0, *self.page_shape), self._kv.dtype)
+        return np.concatenate(parts) if parts else np.empty((0, *self.page.shape), self.page.dtype)
 
-    def write(self, kv: KVPages, pages: list[int], rows: Shaped[np.ndarray, "n L 2 page_size K D"]) -> KVPages:
+    def write(self, kv: KVPages, pages: list[int], rows: Shaped[np.ndarray, "n ..."]) -> KVPages:
         """Give device pages the content of another engine's. ``kv`` is donated."""
         for start in range(0, len(pages), PAGES_PER_MOVE):
             batch = pages[start : start + PAGES_PER_MOVE]
-            padded = np.zeros((PAGES_PER_MOVE, *self.page_shape), self._kv.dtype)
+            padded = np.zeros((PAGES_PER_MOVE, *self.page.shape), self.page.dtype)
             padded[: len(batch)] = rows[start : start + len(batch)]
             kv = self.scatter(kv, batch, self._for_devices(padded))
         return kv
 
-    def gather(self, kv: KVPages, pages: list[int]) -> Shaped[Array, "n L 2 page_size K D"]:
+    def gather(self, kv: KVPages, pages: list[int]) -> Shaped[jax.Array, "n ..."]:
         """A copy of at most PAGES_PER_MOVE pages as the steps launched so far leave them, on the device; n is
         PAGES_PER_MOVE, and what stands after the pages is of no meaning. Waits for nothing."""
         return self._programs["gather"](kv, _columns([(page, 0) for page in pages])[0])
 
-    def scatter(self, kv: KVPages, pages: list[int], rows: Shaped[Any, "n L 2 page_size K D"]) -> KVPages:
+    def scatter(self, kv: KVPages, pages: list[int], rows: Shaped[Any, "n ..."]) -> KVPages:
         """Give at most PAGES_PER_MOVE device pages the content that stands in as many rows, n of them as of
         :meth:`gather`. ``kv`` is donated; steps to come wait for the rows, if they are not ready."""
         return self._programs["scatter"](kv, _columns([(0, page) for page in pages])[1], rows)
@@ -127,19 +131,19 @@ class PageMover:
 
         What the pages hold goes there and comes back. ``kv`` is donated.
         """
-        count = min(PAGES_PER_MOVE, self.num_host_pages, kv.shape[0] - 1)
+        count = min(PAGES_PER_MOVE, self.num_host_pages, jax.tree.leaves(kv)[0].shape[0] - 1)
         out = [(page, page) for page in range(1, count + 1)]
         times = []
         for _ in range(rounds + 1):  # the first touches the memory
             started_s = time.perf_counter()
             kv = self.move(kv, PageMoves(out=out, into=out))
-            kv.block_until_ready()
+            jax.block_until_ready(kv)
             times.append(time.perf_counter() - started_s)
         return kv, min(times) / (2 * count)
 
     def _on_host(self, rows: jax.Array) -> np.ndarray:
         """Gathered pages with every head once."""
-        return np.asarray(rows)[..., :: self._copies, :]
+        return np.asarray(rows) if self._copies == 1 else np.asarray(rows)[..., :: self._copies, :]
 
     def _for_devices(self, rows: np.ndarray) -> np.ndarray:
         """Pages with every head as often as there are devices that have it."""
@@ -148,6 +152,10 @@ class PageMover:
     def _job(self, name: str, program: Any, *arguments: jax.ShapeDtypeStruct) -> Job:
         lower = functools.partial(program.lower, self._kv, *arguments)
         return Job(f"{name} pages", lower, functools.partial(self._programs.__setitem__, name))
+
+
+def _abstract(part: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=part.sharding)
 
 
 def _batches(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

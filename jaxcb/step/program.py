@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec, apply_head, apply_layers
@@ -25,12 +25,11 @@ from jaxcb.sampling.controls import keep_allowed
 from jaxcb.sampling.logprobs import RowLogprobs, row_logprobs
 from jaxcb.step.batch import SlotState, StepBatch, StepLayout, apply_changes, unpack_sampling
 from jaxcb.step.controls import rows_of
+from jaxcb.step.kv_pool import KVPages, flat, like
 from jaxcb.step.processors import ProcessorRows, apply, update
 from pallas_kernels import RawQueries, attention_metadata, native, ragged_paged_attention, write_kv
 from pallas_kernels.metadata import AttentionMetadata, Backend
 from pallas_kernels.platform import platform
-
-KVPages = Shaped[Array, "N L 2 page_size K D"]
 
 
 class ForwardResult(NamedTuple):
@@ -82,7 +81,7 @@ class StepProgram:
         in_tiles = row_tiles(batch.query_starts[-1], deterministic=self.deterministic)
         if self.backend == "native":
             return self._native_layers(params, kv, state, batch, token_ids, in_tiles)
-        spec, flat = self.spec, kv.reshape(-1, *kv.shape[3:])
+        spec, flat_pages = self.spec, flat(kv)
         tables = state.block_tables[batch.slots]
         pages = tables[batch.token_rows, batch.positions // self.page_size]
         is_token = jnp.arange(token_ids.shape[0]) < batch.query_starts[-1]
@@ -110,30 +109,32 @@ class StepProgram:
                 return kinds[kind_of_layer[layer]](q, kv, layer=layer, arrivals=arrivals)
 
             places = fused_models.Places(batch.positions, pages, offsets)
-            hidden, flat = fused_models.apply_layers(
+            hidden, flat_pages = fused_models.apply_layers(
                 spec,
                 params,
                 token_ids,
                 places,
-                flat,
+                flat_pages,
                 attend_pages,
                 decode_only=self.layout.bucket.decode_only,
                 fast_norm=self.fast_norm,
                 parallel=self.parallel,
             )
-            return hidden, flat.reshape(kv.shape)
+            return hidden, like(kv, flat_pages)
 
         def attend(
-            layer: LayerIndex, kv: Array, q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
-        ) -> tuple[Array, Float[Array, "T H D"]]:
+            layer: LayerIndex, kv: Any, q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
+        ) -> tuple[Any, Float[Array, "T H D"]]:
             kv = write_kv(kv, k, v, pages, offsets, layer=layer, num_layers=spec.num_layers, backend=self.backend)
             if isinstance(layer, int):
                 return kv, kinds[kind_of_layer[layer]](q, kv, layer=layer)
             branches = [functools.partial(kind, layer=layer) for kind in kinds]
             return kv, lax.switch(jnp.asarray(kind_of_layer)[layer], branches, q, kv)
 
-        hidden, flat = apply_layers(spec, params, token_ids, batch.positions, flat, attend, in_tiles, self.parallel)
-        return hidden, flat.reshape(kv.shape)
+        hidden, flat_pages = apply_layers(
+            spec, params, token_ids, batch.positions, flat_pages, attend, in_tiles, self.parallel
+        )
+        return hidden, like(kv, flat_pages)
 
     def _native_layers(
         self,
@@ -145,9 +146,10 @@ class StepProgram:
         in_tiles: InTiles,
     ) -> tuple[Float[Array, "T E"], KVPages]:
         tables = native.Tables(batch.query_starts, batch.context_lens, state.block_tables[batch.slots])
-        flat = kv.reshape(-1, *kv.shape[3:])
-        hidden, flat = native_models.apply_layers(self.spec, params, token_ids, batch.positions, flat, tables, in_tiles)
-        return hidden, flat.reshape(kv.shape)
+        hidden, flat_pages = native_models.apply_layers(
+            self.spec, params, token_ids, batch.positions, flat(kv), tables, in_tiles
+        )
+        return hidden, like(kv, flat_pages)
 
     def _metadata(self, batch: StepBatch, tables: Int[Array, "S P"], window: int | None) -> AttentionMetadata:
         return attention_metadata(

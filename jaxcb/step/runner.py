@@ -32,6 +32,7 @@ from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_ch
 from jaxcb.step.buckets import Bucket, Buckets
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job, compile_all
+from jaxcb.step.kv_pool import KVPages, pool_of
 from jaxcb.step.owners import SlotOwners
 from jaxcb.step.page_mover import PageMover
 from jaxcb.step.program import ForwardResult, StepProgram, compiler_options
@@ -54,6 +55,8 @@ class RunnerShape:
     """Pages kept in host memory."""
     transfers: bool = False
     """Pages are read for other engines, and written from theirs."""
+    int8_kv: bool = False
+    """Pages hold int8 with scales, instead of numbers of the weights' dtype."""
 
     @property
     def table_width(self) -> int:
@@ -115,10 +118,10 @@ class Runner:
         self._owners = SlotOwners(shape.num_slots + 1)
         self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors, placement.whole)
         dtype = params["embed"]["embedding"].dtype
-        kv = jax.ShapeDtypeStruct(kv_shape(self._part, shape, placement.size), kv_dtype(dtype, backend))
+        kv = pool_of(kv_shape(self._part, shape, placement.size), kv_dtype(dtype, backend), int8=shape.int8_kv)
         empty_pages = functools.partial(_empty_pages, kv, backend)
         self._empty_pages = jax.jit(empty_pages, out_shardings=placement.sharding(PAGES)).lower().compile()
-        self._kv: Array = self._empty_pages()
+        self._kv: KVPages = self._empty_pages()
         self._forward: dict[Bucket, Compiled] = {}
         logits_dtype = jnp.float32 if platform() == "cpu" else dtype
         self._processed_logprobs = processed_logprobs
@@ -134,7 +137,7 @@ class Runner:
             parallel=self._parallel,
         )
         self._change: Compiled | None = None
-        copies = self._kv.shape[4] // spec.num_kv_heads
+        copies = placement.size * self._part.num_kv_heads // spec.num_kv_heads
         self._mover = PageMover(
             self._kv, shape.num_host_pages, backend, placement, copies=copies, transfers=shape.transfers
         )
@@ -198,7 +201,8 @@ class Runner:
     def drop_pages(self) -> None:
         """Give the memory of the KV pages back. Nothing is in flight, and nothing is launched before
         :meth:`take_pages`."""
-        self._kv.delete()
+        for part in jax.tree.leaves(self._kv):
+            part.delete()
 
     def take_pages(self) -> None:
         """Take it again; the pages hold nothing."""
@@ -232,8 +236,8 @@ class Runner:
 
     @property
     def page_shape(self) -> tuple[tuple[int, ...], Any]:
-        """Shape [L, 2, page_size, K, D] and dtype of a page."""
-        return self._mover.page_shape, self._kv.dtype
+        """Shape and dtype of a page that :meth:`read_pages` returns: [L, 2, page_size, K, D], of int8 pages bytes."""
+        return self._mover.page.shape, self._mover.page.dtype
 
     @property
     def page_rows(self) -> jax.ShapeDtypeStruct:
@@ -242,7 +246,7 @@ class Runner:
 
     @property
     def kv_bytes(self) -> int:
-        return self._kv.nbytes
+        return sum(part.nbytes for part in jax.tree.leaves(self._kv))
 
     def _upload_changes(self, changes: list[tuple[int, int]]) -> None:
         index = np.full(CHANGES_PER_UPLOAD, self.shape.num_slots * self.shape.table_width, np.int32)
@@ -305,15 +309,16 @@ def lower_forward(
 
 
 def _forward(
-    program: StepProgram, tree: PyTreeDef, leaves: list[Array], kv: Array, state: SlotState, upload: Array
+    program: StepProgram, tree: PyTreeDef, leaves: list[Array], kv: KVPages, state: SlotState, upload: Array
 ) -> ForwardResult:
     return program.forward(jax.tree.unflatten(tree, leaves), kv, state, upload)
 
 
-def _empty_pages(kv: jax.ShapeDtypeStruct, backend: Backend) -> Array:
+def _empty_pages(kv: Any, backend: Backend) -> KVPages:
     """Pages that hold nothing. The native kernels read nothing of a page before it is written, so that theirs take up
     memory as they come into use."""
-    return native.untouched(kv.shape, kv.dtype) if backend == "native" else jnp.zeros(kv.shape, kv.dtype)
+    make = native.untouched if backend == "native" else jnp.zeros
+    return jax.tree.map(lambda part: make(part.shape, part.dtype), kv)
 
 
 def kv_shape(spec: ModelSpec, shape: RunnerShape, num_devices: int = 1) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
 from jaxcb.weights.held import held_params, no_tokenizer
 from jaxcb.weights.memory import Arena
-from jaxcb.weights.panels import in_panels, multiplied, packed, panels_of
+from jaxcb.weights.panels import Panels, in_panels
 from jaxcb.weights.placed import placer
 from jaxcb.weights.quantize import quantize
 from jaxcb.weights.resolve import ModelFiles, resolve
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 Params = dict[str, Any]
 """Nested dict of arrays (layout: jaxcb/models/decoder.py)."""
 Layout = Literal["rows", "rows apart", "panels"]
+Place = Callable[[tuple[int, ...]], np.ndarray]
+"""Gives an array of a shape, to fill."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,35 +151,46 @@ def load_params(
     if files.format == "orbax":
         from jaxcb.weights import checkpoint
 
-        params = checkpoint.restore(files.directory, spec, dtype, placement)
-        return in_panels(params) if layout == "panels" else params
-    place = placer(spec, placement)
+        restored = checkpoint.restore(files.directory, spec, dtype, placement)
+        return in_panels(restored) if layout == "panels" else restored
+    put = placer(spec, placement)
     source = SafetensorsSource(files.directory)
-    params = {}
-    used = set()
     parameters = list(families.parameters(spec))
-    kernels = {p.path for p in parameters if layout == "panels" and multiplied(p.path, tied=spec.tie_word_embeddings)}
-    empty = functools.partial(np.empty, dtype=dtype)
-    arena = None
-    if layout != "rows apart" and jax.default_backend() == "cpu":  # which computes with weights where they lie
-        weights = [parameter for parameter in parameters if parameter.kind == "weight"]
-        shapes = [panels_of(p.path, p.shape) if p.path in kernels else p.shape for p in weights]
-        arena = Arena(shapes, dtype)
-    for parameter in tqdm(parameters, desc="loading", unit="array", delay=1, disable=not progress):
-        if arena is not None and parameter.path in kernels:
-            array = packed(parameter.path, _assemble(parameter, source, empty), arena)
-        else:
-            array = _assemble(parameter, source, empty if arena is None else arena.take)
-        families.insert(params, parameter.path, place(parameter.path, array))
-        used |= {tensor.name for tensor in parameter.sources}
-    if unused := sorted(source.names - used):
+    shown = tqdm(parameters, desc="loading", unit="array", delay=1, disable=not progress)
+    if layout == "panels":
+        params = _read_panels(shown, source, parameters, dtype, tied=spec.tie_word_embeddings).params(
+            None if placement is None else placement.whole
+        )
+    else:
+        place: Place = functools.partial(np.empty, dtype=dtype)
+        if layout == "rows" and jax.default_backend() == "cpu":  # which computes with weights where they lie
+            place = Arena([parameter.shape for parameter in parameters if parameter.kind == "weight"], dtype).take
+        params = {}
+        for parameter in shown:
+            families.insert(params, parameter.path, put(parameter.path, _assemble(parameter, source, place)))
+    if unused := sorted(source.names - {tensor.name for parameter in parameters for tensor in parameter.sources}):
         logger.debug("%s: %d tensors are not used: %s", files.directory, len(unused), ", ".join(unused[:8]))
     return params
 
 
-def _assemble(
-    parameter: families.Parameter, source: SafetensorsSource, place: Callable[[tuple[int, ...]], np.ndarray]
-) -> np.ndarray:
+def _read_panels(
+    shown: Iterable[families.Parameter],
+    source: SafetensorsSource,
+    parameters: Sequence[families.Parameter],
+    dtype: jnp.dtype,
+    *,
+    tied: bool,
+) -> Panels:
+    looked_up = [] if tied else [("embed", "embedding")]
+    rows = {p.path: (p.shape, dtype if p.kind == "weight" else np.dtype("float32")) for p in parameters}
+    panels = Panels(rows, owned=looked_up)
+    for parameter in shown:
+        room = panels.room if parameter.path in looked_up else np.empty
+        panels.put(parameter.path, _assemble(parameter, source, functools.partial(room, dtype=dtype)))
+    return panels
+
+
+def _assemble(parameter: families.Parameter, source: SafetensorsSource, place: Place) -> np.ndarray:
     """One parameter as the decoder wants it: fused, and in the right dtype; ``place`` gives an array to fill."""
     if parameter.kind == "scale":
         return source.read(parameter.sources[0]).astype(np.float32)

@@ -95,7 +95,7 @@ def _self_test(path: Path) -> None:
     @jax.jit
     def every(x, kernels, q, pages):
         tables = ops.Tables(jnp.array([0, 1]), jnp.array([11]), jnp.array([[1, 0]]))
-        products = [ops.product(x, [kernel], num_outputs=13) for kernel in kernels]
+        products = [ops.product(x, kernel[None], num_outputs=13) for kernel in kernels]
         return *products, ops.attention(q, pages, tables, layer=0, num_layers=1)
 
     found = every(x, [panels.to_panels(kernel) for kernel in (weights, halves)], q, pages)

@@ -1,7 +1,7 @@
 """The kernels as functions of jax arrays. Shapes and dtypes are checked while tracing; :func:`load` comes first.
 
-Weights of several layers may be given as a list of which ``layer``, traced or not, picks one: a loop over layers then
-is one call in the program, and no array is sliced or copied.
+Weights of all layers are one array of which ``layer``, traced or not, picks a part: a loop over layers then is one call
+in the program, and no array is sliced or copied.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from pallas_kernels.checks import require, require_array
 from pallas_kernels.native.panels import panel_shape
+from pallas_kernels.pages import KVPages, QuantizedPages, values_of
 
 Activation = Literal["silu", "gelu_tanh"]
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -34,14 +35,14 @@ class Tables(NamedTuple):
 
 def product(
     x: Float[Array, "T I"],
-    kernels: Sequence[Shaped[Array, "P I 16"]],
+    kernels: Shaped[Array, "L P I 16"],
     *,
     num_outputs: int,
     layer: int | Int[Array, ""] = 0,
     num_rows: int | Int[Array, ""] | None = None,
-    scales: Sequence[Float[Array, "O"]] | None = None,
-    biases: Sequence[Float[Array, "O"]] | None = None,
-    norms: Sequence[Float[Array, "I"]] | None = None,
+    scales: Float[Array, "L O"] | None = None,
+    biases: Float[Array, "L O"] | None = None,
+    norms: Float[Array, "L I"] | None = None,
     eps: float = 0.0,
     activation: Activation | None = None,
     residual: Float[Array, "T O"] | None = None,
@@ -53,13 +54,13 @@ def product(
 
     Arguments:
         x: float32.
-        kernels: one a layer, all of one shape and dtype, in the panels of :func:`to_panels`.
+        kernels: of all layers, each in the panels of :func:`to_panels`.
         num_outputs: N.
         layer: which of them.
         num_rows: rows that are computed, the others come out as 0; None: all.
         scales: of int8 kernels, by output.
-        biases: float32, one a layer.
-        norms: float32 scales of the RMS norm of x, one a layer.
+        biases: float32.
+        norms: float32 scales of the RMS norm of x.
         eps: of the norm.
         residual: float32, added last.
 
@@ -67,35 +68,24 @@ def product(
         ValueError: a shape or dtype can't be; the message names the argument.
     """
     require_array(x, "x", (None, None), dtypes=("float32",))
-    (T, I), L, N = x.shape, len(kernels), num_outputs  # noqa: E741  # the letter of the shape
+    (T, I), N = x.shape, num_outputs  # noqa: E741  # the letter of the shape
     O = N if activation is None else 2 * N  # noqa: E741  # the letter of the shape
     require(I >= 1, "x", "of at least one feature", I)
-    require(L >= 1, "kernels", "at least one", L)
-    for kernel in kernels:
-        shape = panel_shape(O, I, gated=activation is not None)
-        require_array(kernel, "kernels", shape, dtypes=(jnp.dtype(kernels[0].dtype).name,))
-    require_array(kernels[0], "kernels", (None, None, None), dtypes=WEIGHT_DTYPES)
+    shape = panel_shape(O, I, gated=activation is not None)
+    require_array(kernels, "kernels", (None, *shape), dtypes=WEIGHT_DTYPES)
+    L = kernels.shape[0]
+    require(L >= 1, "kernels", "of at least one layer", L)
     require(activation is None or residual is None, "residual", "None beside an activation", "an array")
-    require((scales is not None) == (kernels[0].dtype == jnp.int8), "scales", "given for int8 kernels alone", scales)
-    if residual is not None:
-        require_array(residual, "residual", (T, N), dtypes=("float32",))
-    lists = [("scales", scales, O), ("biases", biases, O), ("norms", norms, I)]
-    for name, arrays, size in lists:
-        for array in arrays or ():
-            require_array(array, name, (size,), dtypes=("float32",))
-        require(arrays is None or len(arrays) == L, name, f"one for each of {L} kernels", len(arrays or ()))
+    require((scales is not None) == (kernels.dtype == jnp.int8), "scales", "given for int8 kernels alone", scales)
     return jax.ffi.ffi_call("jaxcb_product", jax.ShapeDtypeStruct((T, N), jnp.float32))(
         x,
-        _int32(T if num_rows is None else num_rows),
+        kernels,
+        _optional(scales, "scales", L, O),
+        _optional(biases, "biases", L, O),
+        _optional(norms, "norms", L, I),
+        _optional(residual, "residual", T, N),
         _int32(layer),
-        *([] if residual is None else [residual]),
-        *kernels,
-        *(array for _, arrays, _ in lists for array in arrays or ()),
-        num_layers=np.int64(L),
-        has_residual=residual is not None,
-        has_scales=scales is not None,
-        has_bias=biases is not None,
-        has_norm=norms is not None,
+        _int32(T if num_rows is None else num_rows),
         activation=np.int64(_ACTIVATIONS[activation]),
         eps=np.float32(eps),
     )
@@ -103,7 +93,7 @@ def product(
 
 def attention(
     q: Float[Array, "T H D"],
-    kv_pages: Shaped[Array, "F page_size K D"],
+    kv_pages: KVPages,
     tables: Tables,
     *,
     layer: int | Int[Array, ""],
@@ -122,18 +112,20 @@ def attention(
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    _check_pages(kv_pages, num_layers)
-    require_array(q, "q", (None, None, kv_pages.shape[3]), dtypes=("float32",))
-    require(q.shape[1] % kv_pages.shape[2] == 0, "q", f"of a multiple of {kv_pages.shape[2]} heads", q.shape[1])
+    values, scales = _checked_pages(kv_pages, num_layers)
+    K, D = values.shape[2:]
+    require_array(q, "q", (None, None, D), dtypes=("float32",))
+    require(q.shape[1] % K == 0, "q", f"of a multiple of {K} heads", q.shape[1])
     return jax.ffi.ffi_call("jaxcb_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))(
         q,
         _optional(sinks, "sinks", q.shape[1]),
         *_checked(tables),
         _int32(layer),
         _int32(window or 0 if isinstance(window, int | None) else window),
-        kv_pages,
+        values,
+        scales,
         num_layers=np.int64(num_layers),
-        scale=np.float32(kv_pages.shape[3] ** -0.5 if scale is None else scale),
+        scale=np.float32(D**-0.5 if scale is None else scale),
         soft_cap=np.float32(soft_cap or 0),
     )
 
@@ -142,7 +134,7 @@ def place_and_attend(
     qkv: Float[Array, "T (H+2K)*D"],
     cos: Float[Array, "T R/2"],
     sin: Float[Array, "T R/2"],
-    kv_pages: Shaped[Array, "F page_size K D"],
+    kv_pages: KVPages,
     tables: Tables,
     *,
     layer: int | Int[Array, ""],
@@ -154,13 +146,14 @@ def place_and_attend(
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
-) -> tuple[Float[Array, "T H*D"], Shaped[Array, "F page_size K D"]]:
+) -> tuple[Float[Array, "T H*D"], KVPages]:
     """Normalise and rotate queries and keys, write keys and values into their pages in place, and attend.
 
     Arguments:
         qkv: queries, keys and values of every token as the projection left them, float32.
         cos, sin: of the angles of every token's position; pairs are (i, i + R/2) of a head's first R features.
-        kv_pages: given up by the caller: written in place where XLA can.
+        kv_pages: given up by the caller: written in place where XLA can. Into int8 :class:`QuantizedPages` every key
+            and value is rounded by itself, with a scale of its own.
         q_norm, k_norm: scales of the RMS norm of every head; None: none.
         scale, window, soft_cap, sinks: as for :func:`attention`.
 
@@ -170,8 +163,8 @@ def place_and_attend(
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    _check_pages(kv_pages, num_layers)
-    K, D = kv_pages.shape[2:]
+    values, scales = _checked_pages(kv_pages, num_layers)
+    K, D = values.shape[2:]
     require_array(qkv, "qkv", (None, None), dtypes=("float32",))
     T, width = qkv.shape
     H = width // D - 2 * K
@@ -179,10 +172,14 @@ def place_and_attend(
     require_array(cos, "cos", (T, None), dtypes=("float32",))
     require_array(sin, "sin", cos.shape, dtypes=("float32",))
     require(2 * cos.shape[1] <= D, "cos", f"of at most {D // 2} angles", cos.shape[1])
-    out, pages = jax.ffi.ffi_call(
+    out, values, scales = jax.ffi.ffi_call(
         "jaxcb_place_and_attend",
-        (jax.ShapeDtypeStruct((T, H * D), jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
-        input_output_aliases={11: 1},
+        (
+            jax.ShapeDtypeStruct((T, H * D), jnp.float32),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
+            jax.ShapeDtypeStruct(scales.shape, scales.dtype),
+        ),
+        input_output_aliases={11: 1, 12: 2},
     )(
         qkv,
         cos,
@@ -193,14 +190,15 @@ def place_and_attend(
         *_checked(tables),
         _int32(layer),
         _int32(window or 0 if isinstance(window, int | None) else window),
-        kv_pages,
+        values,
+        scales,
         num_heads=np.int64(H),
         num_layers=np.int64(num_layers),
         scale=np.float32(D**-0.5 if scale is None else scale),
         soft_cap=np.float32(soft_cap or 0),
         eps=np.float32(eps),
     )
-    return out, pages
+    return out, QuantizedPages(values, scales) if isinstance(kv_pages, QuantizedPages) else values
 
 
 def untouched(shape: Sequence[int], dtype: Any) -> Shaped[Array, "..."]:
@@ -211,10 +209,20 @@ def untouched(shape: Sequence[int], dtype: Any) -> Shaped[Array, "..."]:
     return jax.ffi.ffi_call("jaxcb_untouched", jax.ShapeDtypeStruct(tuple(shape), dtype))()
 
 
-def _check_pages(kv_pages: Shaped[Array, "F page_size K D"], num_layers: int) -> None:
-    require_array(kv_pages, "kv_pages", (None, None, None, None), dtypes=PAGE_DTYPES)
-    require(kv_pages.shape[3] <= MAX_HEAD_DIM, "kv_pages", f"of a head size up to {MAX_HEAD_DIM}", kv_pages.shape[3])
-    require(kv_pages.shape[0] % (2 * num_layers) == 0, "kv_pages", f"of 2 * {num_layers} * N pages", kv_pages.shape[0])
+def _checked_pages(
+    kv_pages: KVPages, num_layers: int
+) -> tuple[Shaped[Array, "F page_size K D"], Float[Array, "F K page_size"]]:
+    """Values and scales; of plain pages scales of no elements, for the kernel to see that there are none."""
+    values, quantized = values_of(kv_pages), isinstance(kv_pages, QuantizedPages)
+    name, dtypes = ("kv_pages.values", ("int8",)) if quantized else ("kv_pages", PAGE_DTYPES)
+    require_array(values, name, (None, None, None, None), dtypes=dtypes)
+    require(values.shape[3] <= MAX_HEAD_DIM, name, f"of a head size up to {MAX_HEAD_DIM}", values.shape[3])
+    require(values.shape[0] % (2 * num_layers) == 0, name, f"of 2 * {num_layers} * N pages", values.shape[0])
+    if not isinstance(kv_pages, QuantizedPages):
+        return values, jnp.zeros((0, 0, 0), jnp.float32)
+    F, page_size, K, _ = values.shape
+    require_array(kv_pages.scales, "kv_pages.scales", (F, K, page_size), dtypes=("float32",))
+    return values, kv_pages.scales
 
 
 def _checked(tables: Tables) -> Tables:
@@ -225,11 +233,11 @@ def _checked(tables: Tables) -> Tables:
     return tables
 
 
-def _optional(array: Float[Array, "N"] | None, name: str, size: int) -> Float[Array, "N"]:
+def _optional(array: Float[Array, "..."] | None, name: str, *shape: int) -> Float[Array, "..."]:
     """The array, or one of no elements for the kernel to see that there is none."""
     if array is None:
         return jnp.zeros(0, jnp.float32)
-    require_array(array, name, (size,), dtypes=("float32",))
+    require_array(array, name, shape, dtypes=("float32",))
     return array
 
 

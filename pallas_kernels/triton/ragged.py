@@ -19,7 +19,7 @@ from pallas_kernels.norms import RawQueries
 from pallas_kernels.pages import KVPages, QuantizedPages, values_of
 from pallas_kernels.triton.attend import Geometry, KVRefs, attend, finish, geometry, start
 from pallas_kernels.triton.decode import attend_decodes
-from pallas_kernels.triton.tiles import TileShape, block_of
+from pallas_kernels.triton.tiles import Tiles, TileShape, require_fits
 from pallas_kernels.triton.work import DecodeSplits, QueryTiles, TritonWork
 
 
@@ -68,13 +68,14 @@ def attend_chunks(
     **options: Any,
 ) -> Float[Array, "T H D"]:
     """q with the rows of chunks replaced by their attention, and those of padding by 0."""
-    kv, shape = _prepare(q, kv_pages, work, work.tile, interpret=interpret, **options)
+    kv, shape, tile = _prepare(q, kv_pages, work, work.chunk_tiles, interpret=interpret, **options)
+    tile_rows = work.chunk_tiles.narrow.rows
     return pl.pallas_call(
-        functools.partial(_kernel, shape=shape, one_path=work.splits is None),
-        grid=(tiles.sequence.shape[0], values_of(kv_pages).shape[2]),
+        functools.partial(_kernel, shape=shape, tile_rows=tile_rows, one_path=work.splits is None),
+        grid=(tiles.sequence.shape[0], values_of(kv_pages).shape[2], pl.cdiv(tile_rows, tile.rows)),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={0: 0},  # a tile reads its rows of q before it writes them: no second buffer
-        compiler_params=plgpu.CompilerParams(num_warps=work.tile.num_warps, num_stages=work.tile.num_stages),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         name=f"ragged_paged_attention_d{shape.head_dim}",
     )(q, kv, tiles, sinks)
@@ -92,31 +93,31 @@ def attend_single_tokens(
     **options: Any,
 ) -> Float[Array, "T H D"]:
     """q with the rows of decodes replaced by their attention."""
-    kv, shape = _prepare(q, kv_pages, work, work.decode_tile, interpret=interpret, **options)
+    kv, shape, tile = _prepare(q, kv_pages, work, work.decode_tiles, interpret=interpret, **options)
     num_kv_heads = values_of(kv_pages).shape[2]
     if arrivals is None:
         arrivals = jnp.zeros((q.shape[0], num_kv_heads), jnp.int32)
-    return attend_decodes(
-        q, kv, splits, arrivals, work.decode_tile, shape, num_kv_heads, sinks=sinks, interpret=interpret
-    )
+    return attend_decodes(q, kv, splits, arrivals, tile, shape, num_kv_heads, sinks=sinks, interpret=interpret)
 
 
 def _prepare(
     q: Float[Array, "T H D"] | RawQueries,
     kv_pages: KVPages,
     work: TritonWork,
-    tile: TileShape,
+    tiles: Tiles,
     *,
     layer: int | Int32[Array, ""],
     interpret: bool,
     **options: Any,
-) -> tuple[KVRefs, Geometry]:
-    """What a kernel reads from, and its static side."""
+) -> tuple[KVRefs, Geometry, TileShape]:
+    """What a kernel reads from, its static side, and its tile."""
     values = values_of(kv_pages)
     _, page_size, num_kv_heads, head_dim = values.shape
     quantized = isinstance(kv_pages, QuantizedPages)
     # 8-bit numbers are exact in bfloat16: they take the dtype of the queries.
     dtype = q.dtype if quantized else jnp.promote_types(q.dtype, values.dtype)
+    tile = tiles.of(dtype)
+    require_fits(tile, work.target, head_dim=head_dim, dtype=dtype, kv_dtype=values.dtype)
     kv = KVRefs(
         values=values,
         scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
@@ -126,34 +127,44 @@ def _prepare(
     shape = geometry(
         group=q.shape[1] // num_kv_heads,
         rows=tile.rows,
-        block=block_of(tile, work.target, head_dim=head_dim, dtype=dtype, kv_dtype=values.dtype),
+        block=tile.block,
         page_size=page_size,
         head_dim=head_dim,
         dtype=dtype,
         interpret=interpret,
         **options,
     )
-    return kv, shape
+    return kv, shape, tile
 
 
 def _kernel(
-    q_ref: Any, kv: KVRefs, tiles: Any, sinks_ref: Any | None, out_ref: Any, *, shape: Geometry, one_path: bool
+    q_ref: Any,
+    kv: KVRefs,
+    tiles: Any,
+    sinks_ref: Any | None,
+    out_ref: Any,
+    *,
+    shape: Geometry,
+    tile_rows: int,
+    one_path: bool,
 ) -> None:
-    """One query tile and one KV head.
+    """One query tile, or the part of it that a program has room for, and one KV head.
 
     With ``one_path`` blocks begin at multiples of their length, wherever the tile begins, and all run with masks: a
     row's sums then have the same terms in the same order in any tile, what it may not see adding exact zeros.
     """
-    tile, kv_head = pl.program_id(0), pl.program_id(1)
+    tile, kv_head, begin_row = pl.program_id(0), pl.program_id(1), pl.program_id(2) * shape.rows
     sequence = tiles.sequence[tile]
 
     @pl.when(sequence < tiles.contexts.shape[0])
     def _attend() -> None:
-        row_start, first, context = tiles.starts[sequence], tiles.first[tile], tiles.contexts[sequence]
+        row_start, context = tiles.starts[sequence], tiles.contexts[sequence]
         num_queries = tiles.starts[sequence + 1] - row_start
-        tokens = shape.rows // shape.group
-        row = jnp.arange(shape.rows)
-        token = first + row // shape.group
+        tokens = tile_rows // shape.group
+        row = begin_row + jnp.arange(shape.rows)
+        first = tiles.first[tile] + begin_row // shape.group
+        past_last = tiles.first[tile] + jnp.minimum(tokens, (begin_row + shape.rows - 1) // shape.group + 1)
+        token = tiles.first[tile] + row // shape.group
         head = kv_head * shape.group + row % shape.group
         feature = jnp.arange(shape.width)
         in_tile = (row < tokens * shape.group) & (token < num_queries)
@@ -173,7 +184,7 @@ def _kernel(
             kv_head=kv_head,
             begin=oldest // shape.block * shape.block if one_path else oldest,
             oldest=oldest if one_path else None,
-            end=jnp.minimum(context, first_query + tokens),
+            end=jnp.where(first < num_queries, context - jnp.maximum(num_queries - past_last, 0), 0),
             whole_until=first_query + 1 if shape.window is None and not one_path else None,
             query_position=context - num_queries + token,
         )

@@ -15,47 +15,69 @@ class TileShape(NamedTuple):
     """How a kernel cuts its work.
 
     Arguments:
-        rows: token x head rows of a query tile; a power of two from 16, the least that a tensor core takes.
-        block: KV positions of one product, for pages of elements of at most 2 bytes.
-        float32_block: the same for float32 pages.
+        rows: token x head rows of a program; a power of two from 16, the least that a tensor core takes.
+        block: KV positions of one product.
         num_warps: warps of a program.
         num_stages: KV blocks in flight.
     """
 
     rows: int
     block: int
-    float32_block: int
     num_warps: int
     num_stages: int
 
 
-Table = dict[int, TileShape]
+class Tiles(NamedTuple):
+    """Tiles by what the products run in. ``narrow``: elements of at most 2 bytes."""
+
+    narrow: TileShape
+    float32: TileShape
+
+    def of(self, dtype: DTypeLike) -> TileShape:
+        """The tile for products in ``dtype``."""
+        return self.float32 if jnp.dtype(dtype).itemsize == 4 else self.narrow
+
+
+Table = dict[int, Tiles]
 """Tiles by the largest head size that they serve."""
 
+FLOAT32_CHUNKS = {
+    # A float32 product is three of TF32, whose operands are split in registers. 64 rows of head size 128 took 255 and
+    # spilled 116 bytes under jax 0.10.2; 32 take 252. Tiles are cut in 64 rows all the same, for two programs each.
+    64: TileShape(rows=64, block=16, num_warps=4, num_stages=2),
+    128: TileShape(rows=32, block=16, num_warps=4, num_stages=2),
+    # 32 rows spill 960 bytes even in 8 warps.
+    256: TileShape(rows=16, block=16, num_warps=8, num_stages=2),
+}
 HOPPER_CHUNKS: Table = {
     # 64 rows are one wgmma, 16 a warp. bfloat16 compiles to 128 registers at head size 64 and 212 at 128, without
-    # spills, and 40 and 80 KB of shared memory: two or more programs a core. float32 products are three of TF32, which
-    # take 155 and 255 registers at 16 positions.
-    128: TileShape(rows=64, block=64, float32_block=16, num_warps=4, num_stages=2),
+    # spills, and 40 and 80 KB of shared memory: two or more programs a core.
+    64: Tiles(TileShape(rows=64, block=64, num_warps=4, num_stages=2), FLOAT32_CHUNKS[64]),
+    128: Tiles(TileShape(rows=64, block=64, num_warps=4, num_stages=2), FLOAT32_CHUNKS[128]),
     # Half the block: 64 positions would take 160 KB, one program a core.
-    256: TileShape(rows=64, block=32, float32_block=16, num_warps=4, num_stages=2),
+    256: Tiles(TileShape(rows=64, block=32, num_warps=4, num_stages=2), FLOAT32_CHUNKS[256]),
 }
 AMPERE_CHUNKS: Table = {
     # mma takes the queries from registers: at head size 128 a block of 64 takes 255 and spills 28 bytes on an L4, one
     # of 32 takes 184 there and 246 on an A100.
-    128: TileShape(rows=64, block=32, float32_block=16, num_warps=4, num_stages=2),
+    64: Tiles(TileShape(rows=64, block=32, num_warps=4, num_stages=2), FLOAT32_CHUNKS[64]),
+    128: Tiles(TileShape(rows=64, block=32, num_warps=4, num_stages=2), FLOAT32_CHUNKS[128]),
     # 64 rows x 256 features of the result fill the registers of 4 warps, 8 take 172 to 178; a block of 64 asks for
     # 106,496 bytes of shared memory, and an L4 has 101,376.
-    256: TileShape(rows=64, block=32, float32_block=16, num_warps=8, num_stages=2),
+    256: Tiles(TileShape(rows=64, block=32, num_warps=8, num_stages=2), FLOAT32_CHUNKS[256]),
 }
 DECODES: Table = {
     # One token a tile: the products are mostly padding and the time goes into loads. Page numbers take a stage of the
     # pipeline, so three stages keep one block in flight: with 4 programs of 38 KB a core that is twice the bytes that a
     # core of an H200 has to have under way (4.8 TB/s x 0.7 us / 132 = 25 KB). 72 and 107 registers for bfloat16,
     # the merge included: 4 programs of 128 threads fit.
-    128: TileShape(rows=16, block=64, float32_block=16, num_warps=4, num_stages=3),
-    # As many bytes in half the positions.
-    256: TileShape(rows=16, block=32, float32_block=16, num_warps=4, num_stages=3),
+    128: Tiles(
+        TileShape(rows=16, block=64, num_warps=4, num_stages=3), TileShape(rows=16, block=16, num_warps=4, num_stages=3)
+    ),
+    # As many bytes in half the positions. float32 in 4 warps spills 28 bytes, in 8 it takes 249 registers.
+    256: Tiles(
+        TileShape(rows=16, block=32, num_warps=4, num_stages=3), TileShape(rows=16, block=16, num_warps=8, num_stages=3)
+    ),
 }
 
 CHUNK_TILES = {"h200": HOPPER_CHUNKS, "h100": HOPPER_CHUNKS, "a100": AMPERE_CHUNKS, "l4": AMPERE_CHUNKS}
@@ -64,39 +86,41 @@ DECODE_TILES = {"h200": DECODES, "h100": DECODES, "a100": DECODES, "l4": DECODES
 """Tiles of single tokens, by target."""
 
 
-def tile_shape(target: Target, head_dim: int, group: int, *, decode: bool) -> TileShape:
-    """The tile for heads of ``head_dim``, ``group`` query heads a KV head."""
+def tile_shapes(target: Target, head_dim: int, group: int, *, decode: bool) -> Tiles:
+    """The tiles for heads of ``head_dim``, ``group`` query heads a KV head. A single token is in one program; of a
+    chunk, a program of float32 may have part of a tile's rows."""
     table = (DECODE_TILES if decode else CHUNK_TILES)[target.name]
     served = [largest for largest in table if head_dim <= largest]
     if not served:
         raise ValueError(f"head_dim must be at most {max(table)} for backend triton, got {head_dim}")
-    shape = table[min(served)]
-    return shape._replace(rows=max(shape.rows, pl.next_power_of_2(group)))
+    narrow, float32 = table[min(served)]
+    least = pl.next_power_of_2(group)
+    return Tiles(
+        narrow._replace(rows=max(narrow.rows, least)),
+        float32._replace(rows=max(float32.rows, least)) if decode else float32,
+    )
 
 
-def block_of(shape: TileShape, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike) -> int:
-    """KV positions of one product, once it is sure that the tile fits.
+def require_fits(shape: TileShape, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike) -> None:
+    """Refuse what can't run.
 
     Raises:
         ValueError: the tile asks for more shared memory than the target has, or the target can't read the pages.
     """
-    kv_bytes = jnp.dtype(kv_dtype).itemsize
-    block = shape.float32_block if kv_bytes == 4 else shape.block
     if jnp.dtype(kv_dtype).name == "float8_e4m3fn" and target.compute_capability < (8, 9):
         raise ValueError(
             f"kv_pages must be of dtype int8 on an {target.name.upper()}: it has no float8 numbers, got {kv_dtype}"
         )
-    asked = shared_memory_bytes(shape, block, target, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
+    asked = shared_memory_bytes(shape, target, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
     if asked > target.shared_memory_bytes:
         raise ValueError(
             f"the tile must fit the {target.shared_memory_bytes:,} bytes of shared memory of an {target.name.upper()}, "
             f"got {asked:,} bytes for {shape} at head size {head_dim}: take fewer rows, a shorter block or fewer stages"
         )
-    return block
 
 
 def shared_memory_bytes(
-    shape: TileShape, block: int, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike
+    shape: TileShape, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike
 ) -> int:
     """Most shared memory that Triton asks for, as the compile report finds it: queries, weights, and blocks in flight.
 
@@ -104,7 +128,7 @@ def shared_memory_bytes(
     8-bit pages are converted on the way into a product, which holds the converted block beside those in flight.
     """
     itemsize, kv_bytes = jnp.dtype(dtype).itemsize, jnp.dtype(kv_dtype).itemsize
-    width = pl.next_power_of_2(head_dim)
+    width, block = pl.next_power_of_2(head_dim), shape.block
     wgmma = target.compute_capability == (9, 0) and shape.rows >= 64 and itemsize == 2
     queries = shape.rows * (width if wgmma else width + block) * itemsize
     in_flight = shape.num_stages if wgmma else max(1, shape.num_stages - 1)

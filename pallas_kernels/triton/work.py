@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from pallas_kernels.triton.targets import Target, default_target
-from pallas_kernels.triton.tiles import TileShape, tile_shape
+from pallas_kernels.triton.tiles import Tiles, tile_shapes
 
 PROGRAMS_A_CORE = 4
 """Programs that the splits of a step should come to, for each core: that many of the decode kernel run on one at once
@@ -76,16 +76,16 @@ class TritonWork:
         splits: work of the sequences with one token; None where they are tiles too.
         block_tables: page numbers of the sequences.
         target: what the tile shapes were chosen for.
-        tile: tile shape of the chunks.
-        decode_tile: tile shape of the decodes.
+        chunk_tiles: tile shapes of the chunks. Query tiles have the rows of the narrow one.
+        decode_tiles: tile shapes of the decodes.
     """
 
     tiles: QueryTiles | None
     splits: DecodeSplits | None
     block_tables: Int32[Array, "S P"]
     target: Target = dataclasses.field(metadata={"static": True})
-    tile: TileShape = dataclasses.field(metadata={"static": True})
-    decode_tile: TileShape = dataclasses.field(metadata={"static": True})
+    chunk_tiles: Tiles = dataclasses.field(metadata={"static": True})
+    decode_tiles: Tiles = dataclasses.field(metadata={"static": True})
 
 
 def triton_work(
@@ -105,16 +105,16 @@ def triton_work(
 ) -> TritonWork:
     """Cut a step into tiles and splits. ``rows`` of a query tile; None: what the tile table says."""
     group = num_heads // num_kv_heads
-    tile = tile_shape(target, head_dim, group, decode=False)
-    tile = tile if rows is None else tile._replace(rows=rows)
+    chunk_tiles = tile_shapes(target, head_dim, group, decode=False)
+    rows = rows or chunk_tiles.narrow.rows
     shared: dict[str, Any] = {
         "block_tables": block_tables,
         "target": target,
-        "tile": tile,
-        "decode_tile": tile_shape(target, head_dim, group, decode=True),
+        "chunk_tiles": chunk_tiles._replace(narrow=chunk_tiles.narrow._replace(rows=rows)),
+        "decode_tiles": tile_shapes(target, head_dim, group, decode=True),
     }
     if one_path:
-        tiles = query_tiles(query_starts, context_lens, num_tokens, tile.rows // group, one_path=True)
+        tiles = query_tiles(query_starts, context_lens, num_tokens, rows // group, one_path=True)
         return TritonWork(tiles=tiles, splits=None, **shared)
     if decode_only:
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -123,7 +123,7 @@ def triton_work(
         tokens = query_starts[:-1]
         is_decode = query_starts[1:] - query_starts[:-1] == 1
     return TritonWork(
-        tiles=None if decode_only else query_tiles(query_starts, context_lens, num_tokens, tile.rows // group),
+        tiles=None if decode_only else query_tiles(query_starts, context_lens, num_tokens, rows // group),
         splits=decode_splits(tokens, is_decode, context_lens, window, num_splits=wanted_splits(num_kv_heads, target)),
         **shared,
     )

@@ -55,13 +55,14 @@ def test_log_probabilities_of_sampled_tokens_are_those_of_a_teacher_forced_forwa
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("native", marks=pytest.mark.native)])
 def test_the_caller_s_arrays_are_the_engine_s(params, backend):
-    """The native kernels have a layout of their own for what they multiply."""
+    """The native kernels have a layout of their own for the layers and for what is multiplied."""
     model = load(EngineConfig(model=(SPEC, params), backend=backend))
-    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(model.params), strict=True):
-        if theirs.ndim < 3:
-            assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
-    copied = [leaf for leaf in jax.tree.leaves(model.params) if leaf.ndim == 3]
-    assert len(copied) == (4 * SPEC.num_layers + 1 if backend == "native" else 0)
+    theirs = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}
+    shared = [leaf.unsafe_buffer_pointer() in theirs for leaf in jax.tree.leaves(model.params)]
+    if backend == "xla":
+        assert all(shared) and len(shared) == len(theirs)
+    else:
+        assert shared.count(True) == 2, "the embedding, of which rows are taken, and the final norm"
 
 
 @pytest.mark.native

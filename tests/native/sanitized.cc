@@ -118,7 +118,8 @@ void one_attention(Pool& pool) {
   s.tokens = tokens, s.num_flat_pages = pages * 2 * s.num_layers;
   Batch batch{starts.data(), contexts.data(), tables.data(), sequences, width};
   if (const char* reason = why_not(s, batch)) { std::printf("refused: %s\n", reason); std::exit(1); }
-  Number type = one_of({Number::kF32, Number::kBF16, Number::kF16});
+  Number type = one_of({Number::kF32, Number::kBF16, Number::kF16, Number::kS8});
+  auto scales = floats(type == Number::kS8 ? s.num_flat_pages * s.page_size * s.kv_heads : 0);
   auto kv = numbers(s.num_flat_pages * s.page_size * s.kv_heads * s.head_dim, type);
   auto qkv = floats(tokens * (s.heads + 2 * s.kv_heads) * s.head_dim), q = floats(tokens * s.heads * s.head_dim);
   int64_t half = between(0, s.head_dim / 2);
@@ -126,8 +127,9 @@ void one_attention(Pool& pool) {
   auto out = floats(tokens * s.heads * s.head_dim);
   bool normed = between(0, 1);
   Projected p{qkv.get(), cos.get(), sin.get(), 2 * half, normed ? norm.get() : nullptr, normed ? norm.get() : nullptr, 1e-5f};
-  place(pool, s, batch, p, kv.get(), type, q.get());
-  attend(pool, s, batch, q.get(), kv.get(), type, between(0, 1) ? sinks.get() : nullptr, out.get());
+  Store store{kv.get(), type, type == Number::kS8 ? scales.get() : nullptr};
+  place(pool, s, batch, p, store, q.get());
+  attend(pool, s, batch, q.get(), store, between(0, 1) ? sinks.get() : nullptr, out.get());
 }
 
 int main(int, char** arguments) {

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import attention_metadata, native, ragged_paged_attention, reference
+from pallas_kernels import QuantizedPages, attention_metadata, native, ragged_paged_attention, reference, write_kv
 from tests.pallas_kernels.batches import Batch, ragged_batch, relative_error
 
 pytestmark = pytest.mark.native
@@ -43,7 +43,7 @@ def test_any_ragged_batch(data):
         page_size=draw(st.sampled_from([8, 16, 64, 128])),
         num_tokens=sum(n for n, _ in seqs) + draw(st.integers(0, 3)),
         num_seqs=len(seqs) + draw(st.integers(0, 2)),
-        kv_dtype=draw(st.sampled_from(["float32", "bfloat16", "float16", "uint16"])),
+        kv_dtype=draw(st.sampled_from(["float32", "bfloat16", "float16", "uint16", "int8"])),
         window=draw(st.none() | st.integers(1, 150)),
     )
     soft_cap = draw(st.none() | st.floats(1, 50))
@@ -137,11 +137,81 @@ def test_keys_and_values_are_written_and_attended_to(dtype, norm):
     assert not np.asarray(out)[used:].any()
 
 
+def as_numbers(pages: Any, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    """int8 keys or values [positions, K, D], and their scales [positions, K], of a table 0, 1, ... in one layer."""
+    values, scales = (np.asarray(part)[first::2] for part in pages)
+    return values.reshape(-1, *values.shape[2:])[:last], scales.swapaxes(1, 2).reshape(-1, scales.shape[1])[:last]
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    tokens=st.integers(1, 70),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([2, 20, 64]),
+    size=st.sampled_from([1e-33, 1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 2**31),
+)
+def test_int8_rows_are_within_half_a_step_and_attended_to_as_they_were_rounded(tokens, kv_heads, head_dim, size, seed):
+    heads, page_size = 2 * kv_heads, 8
+    rng = np.random.default_rng(seed)
+    rows = projected(seed, tokens, heads, kv_heads, head_dim)
+    split = rows["qkv"].reshape(tokens, -1, head_dim)
+    split[:, heads:] *= rng.uniform(0.1, 10, (tokens, 2 * kv_heads, 1)).astype(np.float32) * np.float32(size)
+    split[rng.integers(tokens), heads:] = 0
+    count = -(-tokens // page_size)
+    pages = QuantizedPages(
+        jnp.full((2 * count, page_size, kv_heads, head_dim), 77, jnp.int8),
+        jnp.full((2 * count, kv_heads, page_size), jnp.nan),
+    )
+    batch = np.array([0, tokens], np.int32), np.array([tokens], np.int32), np.arange(count, dtype=np.int32)[None]
+    place = {"layer": 0, "num_layers": 1, "scale": 1 / (size * head_dim)}
+    out, pages = native.place_and_attend(
+        **rows, kv_pages=pages, tables=native.Tables(*map(jnp.asarray, batch)), **place
+    )
+    q, k = (rotated(x, rows["cos"], rows["sin"]) for x in (split[:, :heads], split[:, heads : heads + kv_heads]))
+    for which, wanted in enumerate((k, split[:, heads + kv_heads :].astype(np.float64))):
+        values, scales = as_numbers(pages, which, tokens)
+        assert np.abs(values).max() <= 127
+        if size > 1e-30:
+            np.testing.assert_allclose(scales, np.where(wanted.any(-1), np.abs(wanted).max(-1) / 127, 1), rtol=1e-4)
+            assert (np.abs(values).max(-1)[wanted.any(-1)] == 127).all()
+        error = np.abs(values * scales[..., None].astype(np.float64) - wanted)
+        assert (error <= 0.501 * scales[..., None]).all()
+    assert np.isnan(np.asarray(pages.scales)[:, :, (tokens - 1) % page_size + 1 :][-2:]).all(), (
+        "no other row is written"
+    )
+    wanted = reference.ragged_paged_attention(q, QuantizedPages(*map(np.asarray, pages)), *batch, **place)
+    assert np.linalg.norm(out.reshape(wanted.shape) - wanted) <= 1e-5 * np.linalg.norm(wanted)
+
+
+def test_int8_rows_are_what_xla_writes():
+    rows = projected(9, 40, 6, 2, 16)
+    rows |= {"cos": np.ones_like(rows["cos"]), "sin": np.zeros_like(rows["sin"])}  # keys stay as they are
+    pages = QuantizedPages(jnp.zeros((12, 8, 2, 16), jnp.int8), jnp.zeros((12, 2, 8)))
+    tables = native.Tables(jnp.array([0, 40]), jnp.array([40]), jnp.arange(5, dtype=jnp.int32)[None] + 1)
+    _, got = native.place_and_attend(**rows, kv_pages=pages, tables=tables, layer=0, num_layers=1)
+    split, position = rows["qkv"].reshape(40, -1, 16), jnp.arange(40, dtype=jnp.int32)
+    k, v, at = split[:, 6:8], split[:, 8:], (position // 8 + 1, position % 8)
+    wanted = write_kv(pages, k, v, *at, layer=0, num_layers=1, backend="xla")
+    np.testing.assert_allclose(got.scales, wanted.scales, rtol=2e-7)  # XLA multiplies by 1 / 127
+    different = np.asarray(got.values) != np.asarray(wanted.values)
+    assert different.mean() < 1e-3 and np.abs(np.asarray(got.values) - np.asarray(wanted.values, np.int32)).max() <= 1
+
+
+def test_numbers_that_are_none_come_back_out_of_int8_pages():
+    rows = projected(9, 3, 2, 1, 16)
+    rows["qkv"][1, -1], rows["qkv"][2, -5] = np.nan, np.inf
+    pages = QuantizedPages(jnp.zeros((2, 8, 1, 16), jnp.int8), jnp.zeros((2, 1, 8)))
+    tables = native.Tables(jnp.array([0, 3]), jnp.array([3]), jnp.zeros((1, 1), jnp.int32))
+    out, _ = native.place_and_attend(**rows, kv_pages=pages, tables=tables, layer=0, num_layers=1)
+    assert np.isfinite(out[0]).all() and np.isnan(out[1:]).all()
+
+
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "int8"])
 def test_a_token_has_the_same_bits_as_a_decode_and_in_any_chunk(dtype, window):
     whole = ragged_batch([(300, 300)], head_dim=64, kv_dtype=dtype, window=window)
-    pages, table = jnp.asarray(whole.kv_pages), whole.block_tables
+    pages, table = jax.tree.map(jnp.asarray, whole.kv_pages), whole.block_tables
 
     def rows(cuts: list[tuple[int, int]]) -> list[np.ndarray]:
         """Each (first, last) part of the sequence as a sequence of its own in one batch."""
@@ -190,6 +260,12 @@ def test_bad_shapes_are_refused_while_tracing():
     place = {"layer": 0, "num_layers": 1}
     with pytest.raises(ValueError, match=r"kv_pages must be of dtype .* got int8"):
         native.attention(jnp.zeros((4, 2, 16)), jnp.zeros((6, 8, 1, 16), jnp.int8), tables, **place)
+    for values, scales, message in (
+        (jnp.zeros((6, 8, 1, 16)), (6, 1, 8), "kv_pages.values must be of dtype int8, got float32"),
+        (jnp.zeros((6, 8, 1, 16), jnp.int8), (6, 8, 1), r"kv_pages.scales must be of shape \[6, 1, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            native.attention(jnp.zeros((4, 2, 16)), QuantizedPages(values, jnp.zeros(scales)), tables, **place)
     with pytest.raises(ValueError, match="kv_pages must be of a head size up to 512, got 1024"):
         native.attention(jnp.zeros((4, 2, 1024)), jnp.zeros((6, 8, 1, 1024)), tables, **place)
     with pytest.raises(ValueError, match=r"qkv must be of \(n \* 1 \+ 2 \* 1\) \* 16 features, got 40"):

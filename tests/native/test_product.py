@@ -37,7 +37,7 @@ def product(x: Any, weights: jax.Array, activation: native.ops.Activation | None
     """Of a kernel in rows."""
     kernel = native.to_panels(weights, gated=activation is not None)
     num_outputs = weights.shape[0] // (1 if activation is None else 2)
-    return np.asarray(native.product(x, [kernel], num_outputs=num_outputs, activation=activation, **options))
+    return np.asarray(native.product(x, kernel[None], num_outputs=num_outputs, activation=activation, **options))
 
 
 @settings(deadline=None, max_examples=40)
@@ -56,10 +56,10 @@ def test_plain_product_of_any_shape(rows, size_in, size_out, dtype, padding, see
     residual, bias, scale = (
         rng.standard_normal(s, np.float32) for s in ((rows + padding, size_out), size_out, size_out)
     )
-    scales = [scale] if dtype == "int8" else None
-    got = product(x, weights, num_rows=rows, biases=[bias], residual=residual, scales=scales)
+    scales = scale[None] if dtype == "int8" else None
+    got = product(x, weights, num_rows=rows, biases=bias[None], residual=residual, scales=scales)
     wanted, bound = exact(x[:rows], weights)
-    if scales:
+    if scales is not None:
         wanted, bound = wanted * scale, bound * np.abs(scale)
     wanted = wanted + bias + residual[:rows]
     assert (np.abs(got[:rows] - wanted) <= 2 * bound + 4 * ROUNDING * np.abs(wanted) + 1e-6).all()
@@ -78,7 +78,7 @@ def test_gate_and_up(activation, rows, size_in, half):
         wanted = gate / (1 + np.exp(-gate)) * up
     else:
         wanted = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
-    got = product(x, weights, activation, biases=[bias])
+    got = product(x, weights, activation, biases=bias[None])
     np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
 
@@ -88,14 +88,14 @@ def test_norm_of_the_input(rows):
     scale = np.linspace(0.5, 1.5, 100, dtype=np.float32)
     x64 = x.astype(np.float64)
     wanted = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-5) * scale @ np.asarray(weights, np.float64).T
-    got = product(x, weights, norms=[scale], eps=1e-5)
+    got = product(x, weights, norms=scale[None], eps=1e-5)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_traced_layer_picks_its_weights():
     x, _ = inputs(2, 3, 16, 8, "float32")
-    kernels = [native.to_panels(inputs(i, 1, 16, 8, "float32")[1]) for i in range(3)]
-    biases = [np.full(8, i, np.float32) for i in range(3)]
+    kernels = np.stack([native.to_panels(inputs(i, 1, 16, 8, "float32")[1]) for i in range(3)])
+    biases = np.stack([np.full(8, i, np.float32) for i in range(3)])
     pick = jax.jit(lambda i: native.product(x, kernels, num_outputs=8, biases=biases, layer=i))
     for i in range(3):
         alone = native.product(x, kernels[i : i + 1], num_outputs=8, biases=biases[i : i + 1])
@@ -110,7 +110,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype, size_in, activation):
     norm = np.ones(size_in, np.float32)
 
     def rows_of(x: np.ndarray, **options: Any) -> np.ndarray:
-        return product(x, weights, activation, norms=[norm], **options)
+        return product(x, weights, activation, norms=norm[None], **options)
 
     alone = np.concatenate([rows_of(x[i : i + 1]) for i in range(200)])
     for count in (2, 3, 4, 5, 6, 7, 8, 13, 31, 95, 96, 97, 193, 200):
@@ -122,8 +122,8 @@ def test_a_row_has_the_same_bits_in_any_company(dtype, size_in, activation):
 def test_calls_from_several_threads_do_not_disturb_each_other():
     x, weights = inputs(4, 60, 100, 120, "bfloat16")
     norm = np.ones(100, np.float32)
-    kernel = native.to_panels(weights, gated=True)
-    gated = jax.jit(lambda rows: native.product(rows, [kernel], num_outputs=60, activation="silu", norms=[norm]))
+    kernel = native.to_panels(weights, gated=True)[None]
+    gated = jax.jit(lambda rows: native.product(rows, kernel, num_outputs=60, activation="silu", norms=norm[None]))
     parts = [x[i : i + 30] for i in range(0, 31, 10)]
     wanted = [np.asarray(gated(part)) for part in parts]
     with ThreadPoolExecutor(4) as threads:
@@ -151,29 +151,33 @@ def test_panels_of_another_dtype_or_shape_are_not_filled():
             native.to_panels(weights, out=out)
 
 
-PANELS = np.zeros((1, 8, 16), np.float32)
+PANELS = np.zeros((1, 1, 8, 16), np.float32)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"x": np.zeros((2, 8), np.float16)}, "x must be of dtype float32, got float16"),
-        ({"kernels": [np.zeros((4, 8), np.float32)]}, r"kernels must be of shape \[1, 8, 16\], got shape \[4, 8\]"),
-        ({"kernels": [PANELS], "num_outputs": 17}, r"kernels must be of shape \[2, 8, 16\], got shape \[1, 8, 16\]"),
-        ({"kernels": [PANELS], "activation": "silu"}, r"kernels must be of shape \[2, 8, 16\]"),
-        ({"kernels": [PANELS.astype(np.int32)]}, "kernels must be of dtype float32 or .* got int32"),
-        ({"kernels": []}, "kernels must be at least one"),
-        ({"x": np.zeros((2, 0), np.float32)}, "x must be of at least one feature, got 0"),
-        ({"kernels": [PANELS.astype(np.int8)]}, "scales must be given for int8 kernels alone, got None"),
-        ({"biases": [np.zeros(5, np.float32)]}, r"biases must be of shape \[4\]"),
-        ({"norms": [np.zeros(8, np.float32)] * 2}, "norms must be one for each of 1 kernels, got 2"),
+        ({"kernels": PANELS[0]}, r"kernels must be of shape \[any, 1, 8, 16\], got shape \[1, 8, 16\]"),
+        ({"num_outputs": 17}, r"kernels must be of shape \[any, 2, 8, 16\], got shape \[1, 1, 8, 16\]"),
+        ({"activation": "silu"}, r"kernels must be of shape \[any, 2, 8, 16\]"),
+        ({"kernels": PANELS.astype(np.int32)}, "kernels must be of dtype float32 or .* got int32"),
+        ({"kernels": PANELS[:0]}, "kernels must be of at least one layer, got 0"),
         (
-            {"kernels": [np.zeros((2, 8, 16), np.float32)], "residual": PANELS, "activation": "silu"},
+            {"x": np.zeros((2, 0), np.float32), "kernels": np.zeros((1, 1, 0, 16), np.float32)},
+            "x must be of at least one feature, got 0",
+        ),
+        ({"kernels": PANELS.astype(np.int8)}, "scales must be given for int8 kernels alone, got None"),
+        ({"biases": np.zeros((1, 5), np.float32)}, r"biases must be of shape \[1, 4\]"),
+        ({"norms": np.zeros((2, 8), np.float32)}, r"norms must be of shape \[1, 8\], got shape \[2, 8\]"),
+        ({"residual": np.zeros((2, 5), np.float32)}, r"residual must be of shape \[2, 4\]"),
+        (
+            {"kernels": np.zeros((1, 2, 8, 16), np.float32), "residual": PANELS, "activation": "silu"},
             "residual must be None beside",
         ),
     ],
 )
 def test_what_can_not_be_is_refused_while_tracing(change, message):
-    arguments = {"x": np.zeros((2, 8), np.float32), "kernels": [PANELS], "num_outputs": 4} | change
+    arguments = {"x": np.zeros((2, 8), np.float32), "kernels": PANELS, "num_outputs": 4} | change
     with pytest.raises(ValueError, match=message):
         native.product(arguments.pop("x"), arguments.pop("kernels"), **arguments)

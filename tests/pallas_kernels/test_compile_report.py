@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pallas_kernels.compile_report import problems, report
+from pallas_kernels.compile_report import SKIPPED, main, problems, report
 
 pytestmark = pytest.mark.xdist_group("compile_report")
 
@@ -61,3 +61,11 @@ def test_bounds(found, problem):
 def test_a_compiler_that_dies_is_reported(plugin):
     found = list(report("h200", ["no such case"], plugin))
     assert "KeyError" in problems(found[0])[0]
+
+
+def test_without_a_registry_it_says_why_and_ends_as_skipped(tmp_path, monkeypatch, capsys):
+    for name, value in (("INDEX_URL", "http://127.0.0.1:9/simple"), ("NO_INDEX", "1"), ("RETRIES", "0")):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    assert main(["--target", "h200", "--plugin", str(tmp_path / "plugin")]) == SKIPPED == 77
+    said = capsys.readouterr().out
+    assert said.startswith("nothing is compiled: jax-cuda") and "No matching distribution found" in said

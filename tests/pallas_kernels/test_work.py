@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.triton.targets import TARGETS
-from pallas_kernels.triton.tiles import block_of, tile_shape
+from pallas_kernels.triton.tiles import require_fits, tile_shapes
 from pallas_kernels.triton.work import LEAST_SPLIT, decode_splits, query_tiles
 from pallas_kernels.xla.work import BLOCK, CHUNK_ROWS, work_lists
 
@@ -136,23 +136,23 @@ def test_short_contexts_are_not_split_and_chunks_have_no_split():
 
 
 def test_a_tile_has_room_for_all_heads_of_a_group():
-    assert tile_shape(TARGETS["h200"], 64, 71, decode=True).rows == 128
+    assert [tile.rows for tile in tile_shapes(TARGETS["h200"], 64, 71, decode=True)] == [128, 128]
 
 
 def test_head_sizes_without_a_tile_are_refused():
     with pytest.raises(ValueError, match="head_dim must be at most 256 for backend triton, got 512"):
-        tile_shape(TARGETS["h200"], 512, 1, decode=False)
+        tile_shapes(TARGETS["h200"], 512, 1, decode=False)
 
 
 def test_a_tile_that_does_not_fit_is_refused():
     l4 = TARGETS["l4"]
-    tile = tile_shape(l4, 256, 4, decode=False)
-    assert block_of(tile, l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16") == tile.block
+    tile = tile_shapes(l4, 256, 4, decode=False).of("bfloat16")
+    require_fits(tile, l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16")
     with pytest.raises(ValueError, match=r"must fit the 101,376 bytes of shared memory of an L4, got 1[0-9,]+ bytes"):
-        block_of(tile._replace(block=128), l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16")
+        require_fits(tile._replace(block=128), l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16")
 
 
 def test_float8_pages_are_refused_where_there_is_no_float8():
-    tile = tile_shape(TARGETS["a100"], 64, 4, decode=True)
+    tile = tile_shapes(TARGETS["a100"], 64, 4, decode=True).of("bfloat16")
     with pytest.raises(ValueError, match="kv_pages must be of dtype int8 on an A100: it has no float8 numbers"):
-        block_of(tile, TARGETS["a100"], head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
+        require_fits(tile, TARGETS["a100"], head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")

@@ -76,7 +76,9 @@ class Machine:
     def record(self, lengths: Lengths, file: Path) -> None:
         """Run requests of such lengths, all there at the start, to their end."""
         costs = self.config.backend != "native"
-        log = StepLog(file, self.spec, self.runner.buckets, self.itemsize, padding_costs=costs)
+        kv_bytes = self.spec.kv_bytes_per_token(self.itemsize)
+        buckets = self.runner.buckets
+        log = StepLog(file, self.spec, buckets, self.itemsize, kv_bytes_per_token=kv_bytes, padding_costs=costs)
         scheduler = Scheduler(limits_of(self.config, self.spec))
         core = EngineCore(scheduler, self.runner, run_ahead=self.config.run_ahead, step_log=log)
         for number, (num_prompt, num_answer) in enumerate(lengths):

@@ -17,6 +17,7 @@ from jaxcb.scheduler import PlanRow, Sequence, StepPlan
 from jaxcb.step.batch import Packed, SlotState, StepLayout, apply_changes
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout
+from jaxcb.step.kv_pool import pool_of
 from jaxcb.step.owners import SlotOwners
 from jaxcb.step.program import StepProgram, compiler_options, head_logits
 from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
@@ -53,13 +54,14 @@ def teacher_forced(
     backend: Backend = "xla",
     *,
     fast_norm: bool = False,
+    int8_kv: bool = False,
 ) -> np.ndarray:
     """Logits [T, V] after every token of one sequence, prefilled chunk by chunk through the layers that serve; chunks
     of one token go as decodes.
 
     What is compiled goes by the chunk and the next power of two of the length, from 256 tokens on.
     """
-    parts = _chunks(spec, params, token_ids, chunk, every=True, backend=backend, fast_norm=fast_norm)
+    parts = _chunks(spec, params, token_ids, chunk, every=True, backend=backend, fast_norm=fast_norm, int8_kv=int8_kv)
     return np.concatenate([out[:count] for out, count in parts])
 
 
@@ -77,13 +79,16 @@ def _chunks(
     every: bool,
     backend: Backend,
     fast_norm: bool = False,
+    int8_kv: bool = False,
 ) -> Iterator[tuple[np.ndarray, int]]:
     width = max(MIN_WIDTH, 2 ** (len(token_ids) // PAGE_SIZE).bit_length())
     if backend == "native":
         params = in_panels(params)
     layout, forward, every_token = _compiled(spec, Bucket(chunk, 1, chunk == 1), width, backend, fast_norm)
     shape = RunnerShape(num_pages=width, page_size=PAGE_SIZE, num_slots=1, max_model_len=width * PAGE_SIZE)
-    kv = jnp.zeros(kv_shape(spec, shape), kv_dtype(params["embed"]["embedding"].dtype, backend))
+    dtype = kv_dtype(params["embed"]["embedding"].dtype, backend)
+    pool = pool_of(kv_shape(spec, shape), dtype, int8=int8_kv)
+    kv = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), pool)
     state = SlotState.at_rest(layout.num_slots, width, ControlLayout(spec.vocab_size, 8))
     for start in range(0, len(token_ids), chunk):
         part = token_ids[start : start + chunk]

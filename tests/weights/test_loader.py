@@ -230,7 +230,7 @@ def test_load_of_the_built_in_model(builtin_model, golden):
     assert result.name == golden["model"]
     assert result.spec.eos_token_ids == (2,)
     assert result.spec.tie_word_embeddings and "lm_head" not in result.params
-    assert result.params["layers"][29]["qkv"]["kernel"].size == 960 * 576
+    assert result.params["layers"]["qkv"]["kernel"].size == 30 * 960 * 576
     assert result.tokenizer.vocab_size == result.spec.vocab_size == 49152
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxcb.config import EngineConfig
+from jaxcb.errors import ModelError
 from jaxcb.models.decoder import init_params
 from jaxcb.models.spec import ModelSpec
 from jaxcb.weights import load_params, loader, resolve
@@ -17,6 +19,19 @@ from jaxcb.weights.panels import in_panels
 from jaxcb.weights.quantize import quantize
 from pallas_kernels.native import take_rows
 from tests.conftest import GOLDEN
+
+SPEC = ModelSpec(
+    family="llama",
+    vocab_size=70,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=12,
+    max_position=64,
+    tie_word_embeddings=True,
+)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])  # tied and not; biases stay as they are
@@ -38,25 +53,13 @@ def test_a_quantized_model_does_not_keep_what_it_was_made_of(builtin_model, monk
     """One piece of memory for all that is read would stay as long as the embedding does."""
     monkeypatch.setattr(loader, "Arena", None)
     params = loader.load(EngineConfig(quantization="int8", dtype="bfloat16")).params
-    assert params["layers"][0]["o"]["kernel"].dtype == jnp.int8
+    assert params["layers"]["o"]["kernel"].dtype == jnp.int8
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("quantized", [True, False])
 def test_every_weight_is_found_again(tied, quantized):
-    spec = ModelSpec(
-        family="llama",
-        vocab_size=70,
-        hidden_size=24,
-        intermediate_size=40,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=12,
-        max_position=64,
-        tie_word_embeddings=tied,
-    )
-    params = init_params(spec, jnp.bfloat16)
+    params = init_params(dataclasses.replace(SPEC, tie_word_embeddings=tied), jnp.bfloat16)
     if quantized:
         params = quantize(params)
     panels = in_panels(params)
@@ -65,15 +68,17 @@ def test_every_weight_is_found_again(tied, quantized):
     def rows(kernel, count):
         return take_rows(kernel, np.arange(count))
 
+    there = panels["layers"]
     for index, layer in params["layers"].items():
-        there = panels["layers"][index]
         for name in ("qkv", "o", "down"):
             kernel = layer[name]["kernel"]
-            np.testing.assert_array_equal(rows(there[name]["kernel"], len(kernel)), kernel.astype(jnp.float32))
-        both = layer["gate_up"]["kernel"].astype(jnp.float32)
-        np.testing.assert_array_equal(rows(there["gate_up"]["kernel"][::2], 40), both[:40])
-        np.testing.assert_array_equal(rows(there["gate_up"]["kernel"][1::2], 40), both[40:])
-        assert there["input_norm"]["scale"] is layer["input_norm"]["scale"]
+            np.testing.assert_array_equal(rows(there[name]["kernel"][index], len(kernel)), kernel.astype(jnp.float32))
+            if quantized:
+                np.testing.assert_array_equal(there[name]["scale"][index], layer[name]["scale"])
+        both, gated = layer["gate_up"]["kernel"].astype(jnp.float32), there["gate_up"]["kernel"][index]
+        np.testing.assert_array_equal(rows(gated[::2], 40), both[:40])
+        np.testing.assert_array_equal(rows(gated[1::2], 40), both[40:])
+        np.testing.assert_array_equal(there["input_norm"]["scale"][index], layer["input_norm"]["scale"])
     embedding = params["embed"]["embedding"]
     if "lm_head" in params:
         assert panels["embed"]["embedding"] is embedding
@@ -81,3 +86,17 @@ def test_every_weight_is_found_again(tied, quantized):
         np.testing.assert_array_equal(rows(panels["lm_head"]["kernel"], 70), head.astype(jnp.float32))
     else:
         np.testing.assert_array_equal(rows(panels["embed"]["embedding"], 70), embedding.astype(jnp.float32))
+
+
+def test_layers_of_several_dtypes_are_refused():
+    params = init_params(SPEC, jnp.bfloat16)
+    params["layers"][1]["o"]["kernel"] = params["layers"][1]["o"]["kernel"].astype(jnp.float32)
+    with pytest.raises(ModelError, match=r"layers\.1\.o\.kernel is float32, not bfloat16"):
+        in_panels(params)
+
+
+def test_a_head_of_another_dtype_than_the_layers_is_put_in_panels_too():
+    params = init_params(dataclasses.replace(SPEC, tie_word_embeddings=False), jnp.bfloat16)
+    params["lm_head"]["kernel"] = params["lm_head"]["kernel"].astype(jnp.float32)
+    panels = in_panels(params)
+    np.testing.assert_array_equal(take_rows(panels["lm_head"]["kernel"], np.arange(70)), params["lm_head"]["kernel"])

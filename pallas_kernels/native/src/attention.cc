@@ -1,5 +1,7 @@
 #include "attention.h"
 
+#include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "dot.h"
@@ -12,15 +14,29 @@ constexpr int64_t kBlock = 64;       // positions: keys and values of a block fi
 constexpr int64_t kAhead = 16;       // positions between a key that is read and the one that is asked for
 constexpr int64_t kTileTokens = 32;  // of a chunk, that share a block's keys and values while these are in the cache
 
-// Keys and values of one layer of the pool [N, L, 2, page_size, K, D].
+// Keys and values of one layer of the pool.
 template <class T>
 struct Pages {
   T* data;
+  float* scales;
   const Shape* shape;
   T* row(int64_t page, int64_t offset, int64_t head, int which) const {
-    int64_t flat = page * 2 * shape->num_layers + 2 * shape->layer + which;
-    return data + ((flat * shape->page_size + offset) * shape->kv_heads + head) * shape->head_dim;
+    return data + ((flat(page, which) * shape->page_size + offset) * shape->kv_heads + head) * shape->head_dim;
   }
+  float* scale(int64_t page, int64_t offset, int64_t head, int which) const {
+    return scales + (flat(page, which) * shape->kv_heads + head) * shape->page_size + offset;
+  }
+
+ private:
+  int64_t flat(int64_t page, int which) const { return page * 2 * shape->num_layers + 2 * shape->layer + which; }
+};
+
+// Keys, or values, of some positions of a block.
+template <class T>
+struct Rows {
+  const T* const* at;
+  const float* scales;  // of each, or null
+  Rows from(int64_t n) const { return {at + n, scales ? scales + n : nullptr}; }
 };
 
 // What a token's heads know after some blocks: largest score, sum of weights and weighted sum of values of each head.
@@ -84,6 +100,11 @@ void scores(const Shape& s, const float* q, const T* const* keys, const T* const
       for (int r = 0; r < R; r++) memcpy(out + r * kBlock + p, sums + r * C, (n - p) * sizeof(float));
     }
   }
+}
+
+// Scores, or weights, of n positions times the scales of what they are multiplied with: int8 rows are read as they lie.
+void scale_by(const float* scales, int64_t n, float* x) {
+  for (int64_t i = 0; i < n; i++) x[i] *= scales[i];
 }
 
 // Turns n scores into softmax weights; returns the largest score and the sum of the weights.
@@ -153,17 +174,21 @@ void weigh(const Shape& s, const float* weights, const T* const* values, int64_t
 
 // One token's query heads of one KV head over n positions of a block.
 template <int R, class T>
-void attend_heads(const Shape& s, const float* q, const T* const* keys, const T* const* values, int64_t n,
-                  Softmax block, int64_t head) {
+void attend_heads(const Shape& s, const float* q, Rows<T> keys, Rows<T> values, int64_t n, Softmax block,
+                  int64_t head) {
   alignas(64) float weights[R * kBlock];
-  scores<R>(s, q + head * s.head_dim, keys, values, n, weights);
-  for (int r = 0; r < R; r++) soften(s, weights + r * kBlock, n, block.peak + head + r, block.total + head + r);
-  weigh<R>(s, weights, values, n, block.values + head * s.head_dim);
+  scores<R>(s, q + head * s.head_dim, keys.at, values.at, n, weights);
+  for (int r = 0; r < R; r++) {
+    float* row = weights + r * kBlock;
+    if (keys.scales) scale_by(keys.scales, n, row);
+    soften(s, row, n, block.peak + head + r, block.total + head + r);
+    if (values.scales) scale_by(values.scales, n, row);
+  }
+  weigh<R>(s, weights, values.at, n, block.values + head * s.head_dim);
 }
 
 template <class T>
-void attend_block(const Shape& s, const float* q, const T* const* keys, const T* const* values, int64_t n,
-                  Softmax block) {
+void attend_block(const Shape& s, const float* q, Rows<T> keys, Rows<T> values, int64_t n, Softmax block) {
   int64_t head = 0, heads = s.group();
   for (; heads - head >= 5 || heads - head == 3; head += 3) attend_heads<3>(s, q, keys, values, n, block, head);
   if (heads - head == 4) attend_heads<4>(s, q, keys, values, n, block, head);
@@ -181,8 +206,9 @@ struct Item {
 template <class T>
 class Attention {
  public:
-  Attention(const Shape& shape, const Batch& batch, const float* q, const T* pages, const float* sinks, float* out)
-      : s_(shape), batch_(batch), q_(q), pages_{pages, &s_}, sinks_(sinks), out_(out) {}
+  Attention(const Shape& shape, const Batch& batch, const float* q, const Store& store, const float* sinks, float* out)
+      : s_(shape), batch_(batch), q_(q), pages_{static_cast<const T*>(store.values), store.scales, &s_}, sinks_(sinks),
+        out_(out) {}
 
   void run(Pool& pool) {
     int64_t threads = std::max<int64_t>(1, pool.num_threads()), live = 0;
@@ -237,14 +263,26 @@ class Attention {
     return item.part < 0 ? item.num_tokens * item.num_kv_heads * (end - begin) : 1;
   }
 
-  // Where keys and values of positions [first, last) of a block lie.
-  void locate(int64_t sequence, int64_t kv_head, int64_t first, int64_t last, const T** keys, const T** values) const {
+  // Keys and values of up to a block of positions.
+  struct Located {
+    const T *keys[kBlock], *values[kBlock];
+    float key_scales[kBlock], value_scales[kBlock];  // of int8
+    const float* scales_or_null(const float* scales) const { return std::is_same_v<T, int8_t> ? scales : nullptr; }
+  };
+
+  // Where those of positions [first, last) lie.
+  void locate(int64_t sequence, int64_t kv_head, int64_t first, int64_t last, Located& found) const {
+    const T **keys = found.keys, **values = found.values;
     const int32_t* table = batch_.block_tables + sequence * batch_.table_width;
     int64_t stride = s_.kv_heads * s_.head_dim;
     for (int64_t position = first; position < last;) {
       int64_t offset = position % s_.page_size, page = table[position / s_.page_size];
       int64_t count = std::min(s_.page_size - offset, last - position);
       const T *key = pages_.row(page, offset, kv_head, 0), *value = pages_.row(page, offset, kv_head, 1);
+      if constexpr (std::is_same_v<T, int8_t>) {
+        std::copy_n(pages_.scale(page, offset, kv_head, 0), count, found.key_scales + (position - first));
+        std::copy_n(pages_.scale(page, offset, kv_head, 1), count, found.value_scales + (position - first));
+      }
       for (int64_t i = 0; i < count; i++, position++) {
         *keys++ = key + i * stride;
         *values++ = value + i * stride;
@@ -254,8 +292,7 @@ class Attention {
 
   void whole(const Item& item) const {
     static thread_local Scratch scratch;
-    constexpr int64_t kMost = kBlock;
-    int64_t wide = sizeof(T) < 4 && item.num_tokens > 3 ? 2 * kMost * s_.head_dim : 0;
+    int64_t wide = sizeof(T) < 4 && item.num_tokens > 3 ? 2 * kBlock * s_.head_dim : 0;
     float* memory = scratch.get((item.num_tokens + 1) * part_size() + wide);
     Softmax block(memory, group());
     float *states = memory + part_size(), *widened = states + item.num_tokens * part_size();
@@ -267,15 +304,17 @@ class Attention {
       for (int64_t b = begin; b < end; b++) {
         int64_t first = std::max(b * kBlock, oldest(batch_.position(item.sequence, item.token)));
         int64_t last = std::min((b + 1) * kBlock, batch_.position(item.sequence, item.token) + item.num_tokens);
-        const T *keys[kMost], *values[kMost];
-        locate(item.sequence, head, first, last, keys, values);
+        Located found;
+        locate(item.sequence, head, first, last, found);
+        const float* key_scales = found.scales_or_null(found.key_scales);
+        const float* value_scales = found.scales_or_null(found.value_scales);
         if (wide) {
-          const float *wide_keys[kMost], *wide_values[kMost];
-          widen(keys, last - first, widened, wide_keys);
-          widen(values, last - first, widened + kMost * s_.head_dim, wide_values);
-          tokens_of(item, head, b, first, wide_keys, wide_values, block, states);
+          const float *keys[kBlock], *values[kBlock];
+          widen(found.keys, last - first, widened, keys);
+          widen(found.values, last - first, widened + kBlock * s_.head_dim, values);
+          tokens_of(item, head, b, first, Rows<float>{keys, key_scales}, {values, value_scales}, block, states);
         } else {
-          tokens_of(item, head, b, first, keys, values, block, states);
+          tokens_of(item, head, b, first, Rows<T>{found.keys, key_scales}, {found.values, value_scales}, block, states);
         }
       }
       for (int64_t i = 0; i < item.num_tokens; i++) {
@@ -286,13 +325,14 @@ class Attention {
 
   // All tokens of an item over one block, whose located positions begin at `first`.
   template <class N>
-  void tokens_of(const Item& item, int64_t head, int64_t b, int64_t first, const N* const* keys, const N* const* values,
-                 Softmax block, float* states) const {
+  void tokens_of(const Item& item, int64_t head, int64_t b, int64_t first, Rows<N> keys, Rows<N> values, Softmax block,
+                 float* states) const {
     for (int64_t i = 0; i < item.num_tokens; i++) {
       int64_t position = batch_.position(item.sequence, item.token + i);
       int64_t from = std::max(b * kBlock, oldest(position)), to = std::min((b + 1) * kBlock, position + 1);
       if (from >= to) continue;
-      attend_block(s_, query(item.token + i, head), keys + from - first, values + from - first, to - from, block);
+      attend_block(s_, query(item.token + i, head), keys.from(from - first), values.from(from - first), to - from,
+                   block);
       fold(Softmax(states + i * part_size(), group()), block, group(), s_.head_dim);
     }
   }
@@ -311,8 +351,10 @@ class Attention {
     int64_t position = batch_.position(item.sequence, item.token);
     int64_t first = std::max(item.block * kBlock, oldest(position));
     int64_t last = std::min((item.block + 1) * kBlock, position + 1);
-    const T *keys[kBlock], *values[kBlock];
-    locate(item.sequence, item.kv_head, first, last, keys, values);
+    Located found;
+    locate(item.sequence, item.kv_head, first, last, found);
+    Rows<T> keys{found.keys, found.scales_or_null(found.key_scales)};
+    Rows<T> values{found.values, found.scales_or_null(found.value_scales)};
     attend_block(s_, query(item.token, item.kv_head), keys, values, last - first,
                  Softmax(parts_ + item.part * part_size(), group()));
   }
@@ -352,6 +394,41 @@ void rotate(const Projected& p, int64_t token, float* x) {
   }
 }
 
+// Rounds to int8 so that the largest magnitude becomes 127; returns what the numbers are to be multiplied by. NaN comes
+// back out as NaN.
+float quantize(const float* x, int64_t size, int8_t* out) {
+  float largest = 0;
+  for (int64_t i = 0; i < size; i++) {
+    float magnitude = std::abs(x[i]);
+    if (magnitude > largest || magnitude != magnitude) largest = magnitude;
+  }
+  constexpr float kNothing = 1e-30f;  // the scale of less than this would lose its own digits
+  float scale = largest < kNothing ? 1.0f : largest / 127;
+  if (!(scale < INFINITY)) {
+    std::fill_n(out, size, int8_t{1});
+    return NAN;
+  }
+  for (int64_t i = 0; i < size; i += kLanes) {
+    int count = static_cast<int>(std::min<int64_t>(kLanes, size - i));
+    float lanes[kLanes];
+    store(lanes, round(div(count == kLanes ? load(x + i) : load_part(x + i, count), all(scale))));
+    for (int lane = 0; lane < count; lane++) out[i + lane] = static_cast<int8_t>(lanes[lane]);
+  }
+  return scale;
+}
+
+// Puts a head's key or value into its place.
+template <class T>
+void put_row(const Pages<T>& pages, int64_t page, int64_t offset, int64_t head, int which, const float* row) {
+  T* to = pages.row(page, offset, head, which);
+  int64_t size = pages.shape->head_dim;
+  if constexpr (std::is_same_v<T, int8_t>) {
+    *pages.scale(page, offset, head, which) = quantize(row, size, to);
+  } else {
+    for (int64_t d = 0; d < size; d++) put(to + d, row[d]);
+  }
+}
+
 // Normalises, rotates and scales one token's queries into q, and puts its key and value into their page.
 template <class T>
 void place_token(const Shape& s, const Projected& p, const Pages<T>& pages, int64_t token, int64_t page, int64_t offset,
@@ -370,16 +447,14 @@ void place_token(const Shape& s, const Projected& p, const Pages<T>& pages, int6
     if (p.k_norm) rms_norm(row, p.k_norm, p.eps, D, key);
     else std::copy_n(row, D, key);
     rotate(p, token, key);
-    T* to = pages.row(page, offset, h, 0);
-    for (int64_t d = 0; d < D; d++) put(to + d, key[d]);
+    put_row(pages, page, offset, h, 0, key);
   }
-  T* to = pages.row(page, offset, 0, 1);
-  for (int64_t d = 0; d < s.kv_heads * D; d++) put(to + d, row[d]);
+  for (int64_t h = 0; h < s.kv_heads; h++, row += D) put_row(pages, page, offset, h, 1, row);
 }
 
 template <class T>
-void place_tokens(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, T* data, float* q) {
-  Pages<T> pages{data, &s};
+void place_tokens(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, const Store& store, float* q) {
+  Pages<T> pages{static_cast<T*>(store.values), store.scales, &s};
   struct Run { int64_t sequence, first, last; };
   std::vector<Run> runs;
   constexpr int64_t kTokens = 16;
@@ -409,7 +484,7 @@ void by_type(Number type, const F& f) {
     case Number::kF32: return f(static_cast<float*>(nullptr));
     case Number::kBF16: return f(static_cast<bf16*>(nullptr));
     case Number::kF16: return f(static_cast<f16*>(nullptr));
-    case Number::kS8: return;
+    case Number::kS8: return f(static_cast<int8_t*>(nullptr));
   }
 }
 
@@ -436,13 +511,13 @@ const char* why_not(const Shape& s, const Batch& b) {
   return nullptr;
 }
 
-void place(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, void* pages, Number type, float* q) {
-  by_type(type, [&]<class T>(T*) { place_tokens(pool, s, batch, p, static_cast<T*>(pages), q); });
+void place(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, const Store& store, float* q) {
+  by_type(store.type, [&]<class T>(T*) { place_tokens<T>(pool, s, batch, p, store, q); });
 }
 
-void attend(Pool& pool, const Shape& s, const Batch& batch, const float* q, const void* pages, Number type,
-            const float* sinks, float* out) {
-  by_type(type, [&]<class T>(T*) { Attention<T>(s, batch, q, static_cast<const T*>(pages), sinks, out).run(pool); });
+void attend(Pool& pool, const Shape& s, const Batch& batch, const float* q, const Store& store, const float* sinks,
+            float* out) {
+  by_type(store.type, [&]<class T>(T*) { Attention<T>(s, batch, q, store, sinks, out).run(pool); });
 }
 
 }  // namespace jaxcb

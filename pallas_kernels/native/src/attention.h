@@ -29,6 +29,13 @@ struct Batch {
   int64_t position(int64_t s, int64_t token) const { return context_lens[s] - count(s) + token - first(s); }
 };
 
+// The pool [N, L, 2, page_size, K, D]. Rows of int8 have a scale each, beside them in an array [N, L, 2, K, page_size].
+struct Store {
+  void* values;
+  Number type;
+  float* scales;  // null but for int8
+};
+
 // What a step's projection left, and what turns it into queries, keys and values.
 struct Projected {
   const float* qkv;       // [tokens, (H + 2K) * D]
@@ -42,12 +49,12 @@ struct Projected {
 const char* why_not(const Shape& s, const Batch& b);
 
 // Normalises, rotates and scales the queries of every token into q [tokens, H, D], and puts its key and value into
-// their page.
-void place(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, void* pages, Number type, float* q);
+// their page. Into int8 a row is rounded by itself: its largest magnitude becomes 127.
+void place(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, const Store& store, float* q);
 
-// Attention of scaled queries q [tokens, H, D] over pages [N, L, 2, page_size, K, D], which hold the step's keys and
-// values. sinks: [H], scores of a position without a value, or null. out: [tokens, H, D]; padding tokens are left alone.
-void attend(Pool& pool, const Shape& s, const Batch& batch, const float* q, const void* pages, Number type,
-            const float* sinks, float* out);
+// Attention of scaled queries q [tokens, H, D] over pages that hold the step's keys and values.
+// sinks: [H], scores of a position without a value, or null. out: [tokens, H, D]; padding tokens are left alone.
+void attend(Pool& pool, const Shape& s, const Batch& batch, const float* q, const Store& store, const float* sinks,
+            float* out);
 
 }  // namespace jaxcb

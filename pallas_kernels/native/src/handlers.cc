@@ -39,31 +39,21 @@ bool number_of(ffi::DataType type, Number* number) {
 
 const float* optional(Floats x) { return x.element_count() ? x.typed_data() : nullptr; }
 
-// Operands after the fixed ones: [residual], kernels in panels, [int8 scales], [biases], [norm scales]; each list has one
-// entry a layer. Rows from num_rows on are padding: nothing is computed for them, and they come out as 0.
-ffi::Error product(ffi::ThreadPool threads, Floats x, Ints num_rows, Ints layer, ffi::RemainingArgs rest,
-                   ffi::Result<Floats> y, int64_t num_layers, bool has_residual, bool has_scales, bool has_bias,
-                   bool has_norm, int64_t activation, float eps) {
-  size_t lists = 1 + has_scales + has_bias + has_norm;
-  if (rest.size() != has_residual + lists * num_layers) return bad("the operands don't add up");
-  int64_t index = layer.typed_data()[0];
+// Kernels, int8 scales, biases and norm scales are of all layers. Rows from num_rows on are padding: nothing is computed
+// for them, and they come out as 0.
+ffi::Error product(ffi::ThreadPool threads, Floats x, ffi::AnyBuffer kernels, Floats scales, Floats biases, Floats norms,
+                   Floats residual, Ints layer, Ints num_rows, ffi::Result<Floats> y, int64_t activation, float eps) {
+  int64_t index = layer.typed_data()[0], num_layers = kernels.dimensions()[0];
   if (index < 0 || index >= num_layers) return bad("layer is out of range");
-  size_t next = has_residual + index;
-  auto take = [&]() -> ffi::AnyBuffer {
-    auto buffer = rest.get<ffi::AnyBuffer>(next);
-    next += num_layers;
-    return *buffer;
-  };
-  auto take_floats = [&](bool present) { return present ? static_cast<const float*>(take().untyped_data()) : nullptr; };
-  ffi::AnyBuffer kernel = take();
+  auto of_layer = [&](Floats all) { return all.element_count() ? all.typed_data() + index * all.dimensions()[1] : nullptr; };
   Product p{};
   p.x = x.typed_data();
-  p.weights = kernel.untyped_data();
-  if (!number_of(kernel.element_type(), &p.weight_type)) return bad("the weights' type is not supported");
-  p.scales = take_floats(has_scales);
-  p.bias = take_floats(has_bias);
-  p.norm = take_floats(has_norm);
-  p.residual = has_residual ? static_cast<const float*>(rest.get<ffi::AnyBuffer>(0)->untyped_data()) : nullptr;
+  p.weights = static_cast<const char*>(kernels.untyped_data()) + kernels.size_bytes() / num_layers * index;
+  if (!number_of(kernels.element_type(), &p.weight_type)) return bad("the weights' type is not supported");
+  p.scales = of_layer(scales);
+  p.bias = of_layer(biases);
+  p.norm = of_layer(norms);
+  p.residual = optional(residual);
   p.y = y->typed_data();
   int64_t all_rows = x.dimensions()[0], width = y->dimensions()[1];
   p.rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, all_rows);
@@ -89,13 +79,23 @@ Batch batch_of(Ints query_starts, Ints context_lens, Ints block_tables) {
   return Batch{query_starts.typed_data(), context_lens.typed_data(), block_tables.typed_data(), d[0], d[1]};
 }
 
+// Pages, and the scales of int8 ones: [pages, K, page_size], of other ones nothing.
+bool store_of(const ffi::AnyBuffer& kv, Floats scales, Store* store) {
+  auto d = kv.dimensions();
+  store->values = kv.untyped_data();
+  store->scales = scales.element_count() ? scales.typed_data() : nullptr;
+  if (!number_of(kv.element_type(), &store->type)) return false;
+  size_t wanted = store->type == Number::kS8 ? d[0] * d[1] * d[2] : 0;
+  return scales.element_count() == wanted;
+}
+
 ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats sinks, Ints query_starts, Ints context_lens,
-                     Ints block_tables, Ints layer, Ints window, ffi::AnyBuffer kv, ffi::Result<Floats> out,
-                     int64_t num_layers, float scale, float soft_cap) {
+                     Ints block_tables, Ints layer, Ints window, ffi::AnyBuffer kv, Floats scales,
+                     ffi::Result<Floats> out, int64_t num_layers, float scale, float soft_cap) {
   Shape s = shape_of(q.dimensions()[0], q.dimensions()[1], kv, layer, window, num_layers, scale, soft_cap);
   Batch batch = batch_of(query_starts, context_lens, block_tables);
-  Number type;
-  if (!number_of(kv.element_type(), &type)) return bad("the pages' type is not supported");
+  Store store;
+  if (!store_of(kv, scales, &store)) return bad("the pages' type is not supported");
   if (const char* reason = why_not(s, batch)) return bad(reason);
   int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
   static thread_local Scratch scratch;
@@ -103,18 +103,18 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats sinks, Ints query
   for (int64_t i = 0; i < used * row; i++) scaled[i] = q.typed_data()[i] * scale;
   std::fill(out->typed_data() + used * row, out->typed_data() + s.tokens * row, 0.0f);
   XlaPool pool(threads);
-  attend(pool, s, batch, scaled, kv.untyped_data(), type, optional(sinks), out->typed_data());
+  attend(pool, s, batch, scaled, store, optional(sinks), out->typed_data());
   return ffi::Error::Success();
 }
 
 ffi::Error place_and_attend(ffi::ThreadPool threads, Floats qkv, Floats cos, Floats sin, Floats q_norm, Floats k_norm,
                             Floats sinks, Ints query_starts, Ints context_lens, Ints block_tables, Ints layer,
-                            Ints window, ffi::AnyBuffer, ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> kv,
-                            int64_t num_heads, int64_t num_layers, float scale, float soft_cap, float eps) {
+                            Ints window, ffi::AnyBuffer, Floats, ffi::Result<Floats> out,
+                            ffi::Result<ffi::AnyBuffer> kv, ffi::Result<Floats> scales, int64_t num_heads, int64_t num_layers, float scale, float soft_cap, float eps) {
   Shape s = shape_of(qkv.dimensions()[0], num_heads, *kv, layer, window, num_layers, scale, soft_cap);
   Batch batch = batch_of(query_starts, context_lens, block_tables);
-  Number type;
-  if (!number_of(kv->element_type(), &type)) return bad("the pages' type is not supported");
+  Store store;
+  if (!store_of(*kv, *scales, &store)) return bad("the pages' type is not supported");
   if (const char* reason = why_not(s, batch)) return bad(reason);
   int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
   Projected p{qkv.typed_data(), cos.typed_data(), sin.typed_data(), 2 * cos.dimensions()[1], optional(q_norm),
@@ -123,8 +123,8 @@ ffi::Error place_and_attend(ffi::ThreadPool threads, Floats qkv, Floats cos, Flo
   float* q = scratch.get(used * row);
   std::fill(out->typed_data() + used * row, out->typed_data() + s.tokens * row, 0.0f);
   XlaPool pool(threads);
-  place(pool, s, batch, p, kv->untyped_data(), type, q);
-  attend(pool, s, batch, q, kv->untyped_data(), type, optional(sinks), out->typed_data());
+  place(pool, s, batch, p, store, q);
+  attend(pool, s, batch, q, store, optional(sinks), out->typed_data());
   return ffi::Error::Success();
 }
 
@@ -150,15 +150,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_product, jaxcb::product,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .JAXCB_FLOATS  // x
-                                  .JAXCB_INTS    // num_rows
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .JAXCB_FLOATS  // scales
+                                  .JAXCB_FLOATS  // biases
+                                  .JAXCB_FLOATS  // norms
+                                  .JAXCB_FLOATS  // residual
                                   .JAXCB_INTS    // layer
-                                  .RemainingArgs()
+                                  .JAXCB_INTS    // num_rows
                                   .Ret<jaxcb::Floats>()
-                                  .Attr<int64_t>("num_layers")
-                                  .Attr<bool>("has_residual")
-                                  .Attr<bool>("has_scales")
-                                  .Attr<bool>("has_bias")
-                                  .Attr<bool>("has_norm")
                                   .Attr<int64_t>("activation")
                                   .Attr<float>("eps"));
 
@@ -173,6 +172,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_attention, jaxcb::attention,
                                   .JAXCB_INTS    // layer
                                   .JAXCB_INTS    // window
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .JAXCB_FLOATS  // scales
                                   .Ret<jaxcb::Floats>()
                                   .Attr<int64_t>("num_layers")
                                   .Attr<float>("scale")
@@ -193,8 +193,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_place_and_attend, jaxcb::place_and_attend,
                                   .JAXCB_INTS    // layer
                                   .JAXCB_INTS    // window
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .JAXCB_FLOATS  // scales
                                   .Ret<jaxcb::Floats>()
                                   .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<jaxcb::Floats>()  // scales
                                   .Attr<int64_t>("num_heads")
                                   .Attr<int64_t>("num_layers")
                                   .Attr<float>("scale")
