@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -60,7 +61,7 @@ class Audited:
     @property
     def floor(self) -> Floor:
         """Of one device."""
-        return floor_of(self.spec, self.case, fast_norm=self.fast_norm)
+        return floor_of(self.spec, self.case, fast_norm=self.fast_norm, num_devices=self.num_devices)
 
     @property
     def sums(self) -> int:
@@ -86,7 +87,10 @@ class Audited:
 
     @property
     def kernels_a_layer(self) -> int:
-        return max(map(len, self.layers), default=0)
+        """The most. Where the model is cut, the median: small kernels of the step itself run in some layer beside an
+        all-reduce."""
+        counts = [len(layer) for layer in self.layers] or [0]
+        return max(counts) if self.num_devices == 1 else statistics.median_low(counts)
 
     @property
     def layer(self) -> list[Kernel]:
@@ -190,7 +194,7 @@ def audited(found: Mapping[str, Any], spec: ModelSpec, request: Mapping[str, Any
     """A line of :mod:`bench.audit_compile`, read."""
     case = Case(Bucket(**found["bucket"]), request["context"])
     forward, sampler = (_kernels(found[name]["kernels"]) for name in ("forward", "sampler"))
-    size = request["tensor_parallel_size"]
+    size = request.get("tensor_parallel_size", 1)
     part = dataclasses.replace(spec_of_part(spec, size), vocab_size=-(-spec.vocab_size // size))
     return Audited(part, case, request["target"], request["fast_norm"], forward, sampler, found, size)
 

@@ -147,7 +147,7 @@ class Runner:
         kept (unless jax's switch for compilation caches, ``JAX_ENABLE_COMPILATION_CACHE``, is off)."""
         store = None
         if jax.config.values["jax_enable_compilation_cache"]:
-            options = compiler_options(deterministic=self._deterministic)
+            options = compiler_options(deterministic=self._deterministic, num_devices=self._placement.size)
             store = ProgramStore(
                 cache / "programs", *self._made_from(), options=options, devices=self._placement.devices
             )
@@ -302,7 +302,7 @@ def lower_forward(
 ) -> Lowered:
     """The forward of a bucket, ready to be compiled. The arguments are abstract; pages and (bare) state are donated."""
     leaves, tree = jax.tree.flatten(params)
-    options = compiler_options(deterministic=program.deterministic)
+    options = compiler_options(deterministic=program.deterministic, num_devices=program.parallel.size)
     forward: Callable[..., ForwardResult] = functools.partial(_forward, program, tree)
     if placement is not None:
         arguments = (jax.tree.leaves(partitions(params)), PAGES, WHOLE, WHOLE)

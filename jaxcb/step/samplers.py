@@ -162,7 +162,7 @@ class Samplers:
         """Every program. The arguments are abstract."""
         V, fixed, spread = self._spec.vocab_size, self._deterministic, self._placement.spread
         array = functools.partial(jax.ShapeDtypeStruct, sharding=state.last_token.sharding)
-        count, options = array((), jnp.int32), compiler_options(deterministic=fixed)
+        count, options = array((), jnp.int32), compiler_options(deterministic=fixed, num_devices=self._parallel.size)
         for S in row_counts:
             logits, ids = array((S, V), self._dtype), array((S,), jnp.int32)
             part = array((sample_size(S),), jnp.int32)
