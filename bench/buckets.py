@@ -211,7 +211,7 @@ def plot(rows: Sequence[Result], file: Path) -> None:
                 (at - one / step.p90, one / step.p10 - at) for at, one, step in zip(middle, scale, steps, strict=True)
             ]
             bars(axes, [row["bucket"] for row in rows], middle, edges)
-        panels[0].set(ylabel="tok/s", yscale="log")
+        panels[0].set(ylabel="tok/s")
         panels[1].set(ylabel="% of the roofline")
 
 
