@@ -110,7 +110,8 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats sinks, Ints query
 ffi::Error place_and_attend(ffi::ThreadPool threads, Floats qkv, Floats cos, Floats sin, Floats q_norm, Floats k_norm,
                             Floats sinks, Ints query_starts, Ints context_lens, Ints block_tables, Ints layer,
                             Ints window, ffi::AnyBuffer, Floats, ffi::Result<Floats> out,
-                            ffi::Result<ffi::AnyBuffer> kv, ffi::Result<Floats> scales, int64_t num_heads, int64_t num_layers, float scale, float soft_cap, float eps) {
+                            ffi::Result<ffi::AnyBuffer> kv, ffi::Result<Floats> scales, int64_t num_heads,
+                            int64_t num_layers, float scale, float soft_cap, float eps) {
   Shape s = shape_of(qkv.dimensions()[0], num_heads, *kv, layer, window, num_layers, scale, soft_cap);
   Batch batch = batch_of(query_starts, context_lens, block_tables);
   Store store;
