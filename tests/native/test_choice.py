@@ -39,7 +39,7 @@ def test_the_config_wins_over_the_environment(monkeypatch):
     assert native.choose(None, SPEC, jnp.float32) == "xla"
     assert native.choose("native", SPEC, jnp.float32) == "native"
     monkeypatch.setenv(native.VARIABLE, "cuda")
-    with pytest.raises(ConfigError, match="JAXCB_BACKEND must be xla, triton, native or unset, got 'cuda'"):
+    with pytest.raises(ConfigError, match="JAXCB_BACKEND must be xla, triton, mosaic, native or unset, got 'cuda'"):
         native.choose(None, SPEC, jnp.float32)
 
 
