@@ -95,25 +95,29 @@ class Floor(NamedTuple):
     logits: float
     """Written by the head, read by the sampler."""
     activations: float
-    """Between the kernels of a layer, each written and read once. Counted in mixed steps."""
+    """Between the kernels of a layer, each written and read once. Counted in mixed steps, and where the model is cut,
+    since every device has all of the stream."""
 
     @property
     def total(self) -> float:
         return sum(self)
 
 
-def floor_of(spec: ModelSpec, case: Case, *, fast_norm: bool) -> Floor:
-    """Floor of a step."""
+def floor_of(spec: ModelSpec, case: Case, *, fast_norm: bool, num_devices: int = 1) -> Floor:
+    """Floor of a step, of one device: ``spec`` is what that computes, its part of the vocabulary included."""
     layer = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
     head, T = spec.vocab_size * spec.hidden_size, case.bucket.num_tokens
     position = spec.kv_bytes_per_token(ITEM)
-    written, read = _activations(spec, fast_norm=fast_norm)
+    if num_devices > 1:
+        written, read = _activations_of_part(spec, decode_only=case.bucket.decode_only)
+    else:
+        written, read = (0, 0) if case.bucket.decode_only else _activations(spec, fast_norm=fast_norm)
     return Floor(
         weights=ITEM * (spec.num_layers * layer + head),
         kv_read=case.kv_positions * position,
         kv_written=T * position,
         logits=2 * ITEM * case.bucket.num_seqs * spec.vocab_size,
-        activations=0 if case.bucket.decode_only else ITEM * T * spec.num_layers * (written + read),
+        activations=ITEM * T * spec.num_layers * (written + read),
     )
 
 
@@ -128,6 +132,14 @@ def _activations(spec: ModelSpec, *, fast_norm: bool) -> tuple[int, int]:
     if fast_norm:  # rotation and SiLU x up read x
         return written, read + norms
     return written + norms, read + norms
+
+
+def _activations_of_part(spec: ModelSpec, *, decode_only: bool) -> tuple[int, int]:
+    """The same where the model is cut. Twice a layer a product writes E, an all-reduce reads and writes it, and a norm
+    reads it and the stream, and writes the stream and what the next product reads. Decodes write no rotated queries."""
+    E, F, H = spec.hidden_size, spec.intermediate_size, spec.q_size
+    both = 8 * E + (H + 2 * spec.kv_size) + (H if decode_only else 2 * H) + 3 * F
+    return both, both
 
 
 class Splits(NamedTuple):

@@ -14,7 +14,7 @@ from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
-Backend = Literal["xla", "triton", "native"]
+Backend = Literal["xla", "triton", "mosaic", "native"]
 LogprobsMode = Literal["raw", "processed"]
 Quantization = Literal["int8"]
 KVCacheDType = Literal["auto", "int8", "float32", "bfloat16"]
@@ -88,7 +88,8 @@ class EngineConfig(SchedulingKnobs):
         logits_processors: functions of your own over a step's logits, compiled into the sampler.
         seed: folded into the seeds of requests that bring none.
         backend: who computes attention ("native": products too). None takes ``$JAXCB_BACKEND``, else triton on GPUs,
-            and on CPUs native where its kernels can be built and run, else xla.
+            and on CPUs native where its kernels can be built and run, else xla. "mosaic" is triton but for the chunks
+            of prompts, on Hopper with jax 0.11 (not yet timed on a device).
         step_log: a file that gets a line of JSON a step (what it computed, how long it took), from which the simulator
             calibrates itself: ``jaxcb.sim.StepTimeModel.fit(file)``.
         trace: a file that gets a Chrome trace of the engine: planning, launching, the device, committing and text, a

@@ -17,6 +17,7 @@ from jaxcb.engine import Engine, EngineStats, OutputStream, ServingEngine
 from jaxcb.engine.incoming import Source
 from jaxcb.errors import ConfigError
 from jaxcb.request import Request
+from jaxcb.scheduler import SchedulerLimits
 from jaxcb.structured_outputs import StructuredOutputs
 
 WATCH_S = 0.05
@@ -26,8 +27,12 @@ WATCH_S = 0.05
 class Link(Source, Protocol):
     """A prefill engine, here or in another process."""
 
+    is_here: bool
+    """In this process."""
+
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """It is there, and makes steps if it has any to make."""
 
     @property
     def backlog_tokens(self) -> int:
@@ -101,15 +106,22 @@ class Disaggregated(ServingEngine):
         return budget
 
     def _watch(self) -> None:
-        """Prompts that wait elsewhere come back when the decode engine has nothing to do."""
+        """Prompts that wait elsewhere come back when the decode engine has nothing to do, or the other is dead."""
+        incoming = self.decode.incoming
         while not self._stopping.wait(WATCH_S):
-            if self.decode.idle:
-                for link in self.links:
-                    if link.backlog_tokens > self._step_tokens:
-                        take_back = functools.partial(self.decode.incoming.take_back, link, self._step_tokens)
-                        self.decode.post(take_back)
+            idle = self.decode.idle
+            for link in self.links:
+                if not link.alive:
+                    self.decode.post(functools.partial(incoming.take_over, link))
+                elif idle and link.backlog_tokens > self._step_tokens:
+                    self.decode.post(functools.partial(incoming.take_back, link, self._step_tokens))
 
     # ------------------------------------------------------------------ what it is doing
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """Of the engine that admits."""
+        return self.decode.limits
 
     def stats_by_engine(self) -> dict[str, EngineStats]:
         """Requests, prompts and tokens are counted where the answers are made."""
@@ -163,7 +175,7 @@ class Disaggregated(ServingEngine):
             engine.wake()
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
-        if len(self.links) > len(self.prefill):
+        if not all(link.is_here for link in self.links):
             raise ConfigError(
                 "weights can't be changed while prompts are computed in another process, which has the old ones",
                 param="params",

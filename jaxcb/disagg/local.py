@@ -15,6 +15,8 @@ from jaxcb.request import Request
 class LocalLink:
     """The prefill engine as a :class:`jaxcb.engine.incoming.Source` of the decode engine; it is its Receiver too."""
 
+    is_here = True
+
     def __init__(self, service: PromptService, decode: Engine):
         self._service, self._decode = service, decode
         self._sharding = decode.page_rows.sharding
@@ -22,7 +24,7 @@ class LocalLink:
 
     @property
     def alive(self) -> bool:
-        return self._service.engine.healthy
+        return self._service.works
 
     @property
     def backlog_tokens(self) -> int:

@@ -55,6 +55,11 @@ class PromptService:
         """Tokens of prompts that were taken on and are not done."""
         return self._backlog_tokens
 
+    @property
+    def works(self) -> bool:
+        """The engine makes steps, or has none to make."""
+        return self.engine.stats().state == "ok"
+
     def open(self, receiver: Receiver) -> PromptDesk:
         """For one decoding engine.
 

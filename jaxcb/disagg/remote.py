@@ -36,6 +36,8 @@ class RemoteLink:
         ConfigError: nobody is there, or it is one that doesn't fit; the message says why.
     """
 
+    is_here = False
+
     def __init__(
         self,
         decode: Engine,
@@ -49,7 +51,7 @@ class RemoteLink:
         self._decode, self._identity, self._connector, self._address = decode, identity, connector, address
         self._secret, self._silence_s = secret, silence_s
         self._open: dict[str, int] = {}  # request -> tokens of its prompt, until its first token is here
-        self._reported_tokens = 0
+        self._reported_tokens, self._works = 0, True
         self._stopping = threading.Event()
         self._session: _Session | None = self._connect()
         self._orders = Postbox("jaxcb-kv-orders", self._order_failed)
@@ -59,7 +61,7 @@ class RemoteLink:
 
     @property
     def alive(self) -> bool:
-        return self._session is not None
+        return self._session is not None and self._works
 
     @property
     def backlog_tokens(self) -> int:
@@ -145,7 +147,7 @@ class RemoteLink:
         elif kind == "failed":
             self._give_up(request_id, str(message["reason"]))
         elif kind == "beat":
-            self._reported_tokens = int(message["backlog_tokens"])
+            self._reported_tokens, self._works = int(message["backlog_tokens"]), bool(message["works"])
         else:
             raise PeerError(f"it sent {kind!r}, which means nothing")
 
@@ -164,7 +166,7 @@ class RemoteLink:
         session.channel.close()
         session.receiver.close()
         self._open.clear()
-        self._reported_tokens = 0
+        self._reported_tokens, self._works = 0, True
         if not self._stopping.is_set():
             logger.warning("the prefill engine at %s:%d is lost: %s", *self._address, error)
         self._decode.post(lambda: self._decode.incoming.take_over(self))

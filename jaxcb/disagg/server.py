@@ -186,7 +186,7 @@ class _Session:
 
     def _beat(self, stopped: threading.Event) -> None:
         while not stopped.wait(BEAT_S):
-            self._tell("beat", {"backlog_tokens": self._service.backlog_tokens})
+            self._tell("beat", {"backlog_tokens": self._service.backlog_tokens, "works": self._service.works})
 
     # ------------------------------------------------------------------ parcels
 

@@ -164,6 +164,7 @@ class EngineCore:
                 raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             events += self._commit()
+            self.incoming.make_room()  # with what the step gave back: it may have been the last for now
         return events
 
     def _commit(self) -> list[TokenEvent]:

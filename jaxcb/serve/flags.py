@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_limits(parser)
     _add_scheduling(parser)
     _add_engine(parser)
+    _add_disaggregation(parser)
     return parser
 
 
@@ -138,6 +139,16 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     for name in ("--decode-buckets", "--mixed-buckets"):
         engine.add_argument(name, type=int, nargs="*", help=_HIDDEN)
     engine.add_argument("--kv-transfer", action=_BOTH, help=_HIDDEN)
+
+
+def _add_disaggregation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prefill apart from decode")
+    group.add_argument("--disaggregate", metavar="prefill=N,decode=M", help="engines on devices of their own")
+    group.add_argument("--kv-role", choices=("prefill", "decode", "both"), help="in several processes: of this one")
+    group.add_argument("--kv-peer", nargs="+", default=(), metavar="HOST:PORT", help="prefill engines to give prompts")
+    group.add_argument("--kv-listen", default="127.0.0.1:14579", metavar="HOST:PORT", help="where they are found")
+    group.add_argument("--kv-connector", default="shm", choices=("shm", "transfer"), help="one host, or the network")
+    group.add_argument("--kv-secret", default="", metavar="WORD", help=_HIDDEN)
 
 
 def num_bytes(text: str) -> int:

@@ -35,7 +35,7 @@ from pallas_kernels.platform import platform
 class ForwardResult(NamedTuple):
     kv: KVPages
     state: SlotState
-    """Both updated in place when donated."""
+    """Both updated in place when donated; of the state the bare part."""
     logits: Float[Array, "S V"]
     """Of all rows; of those that sample nothing they are not used."""
     sample_part: Int[Array, "sample_size"]
@@ -101,7 +101,7 @@ class StepProgram:
             for window in windows
         ]
 
-        if self.backend == "triton" and not self.deterministic:
+        if self.backend in ("triton", "mosaic") and not self.deterministic:
 
             def attend_pages(
                 layer: int, kv: Array, q: Float[Array, "T H D"] | RawQueries, arrivals: Int[Array, "T K"] | None
@@ -300,7 +300,7 @@ def head_logits(
     return apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic), parallel)
 
 
-def compiler_options(*, deterministic: bool) -> dict[str, bool | str] | None:
+def compiler_options(*, deterministic: bool, num_devices: int = 1) -> dict[str, bool | str] | None:
     """For every program of a step. What XLA calls an option depends on its version: unknown ones are an error.
 
     On a GPU:
@@ -313,6 +313,7 @@ def compiler_options(*, deterministic: bool) -> dict[str, bool | str] | None:
       times.
     - Nothing is computed twice to save memory: XLA counts the pages, which fill the GPU, once for each kernel that
       writes into them, finds that there is too little memory, and repeats small kernels in every layer.
+    - Sums over several devices belong to the step's one CUDA graph. (They are added to what is in it anyhow.)
 
     On a CPU, jax before 0.11 can do without a stage of its compiler that takes nearly half of the time and makes
     nothing here faster.
@@ -321,12 +322,15 @@ def compiler_options(*, deterministic: bool) -> dict[str, bool | str] | None:
     match platform():
         case "gpu":
             select = "use_raft_select_k" if old else "enable_raft_for_stable_topk"
-            return {
+            options: dict[str, bool | str] = {
                 "xla_gpu_deterministic_ops": deterministic,
                 "xla_gpu_enable_triton_gemm": False,
                 f"xla_gpu_experimental_{select}": True,
                 "xla_disable_hlo_passes": "rematerialization",
             }
+            if num_devices > 1:
+                options["xla_gpu_enable_command_buffer"] = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
+            return options
         case "cpu" if old:
             return {"xla_cpu_use_fusion_emitters": False}
     return None

@@ -117,7 +117,8 @@ def triton_work(
         tiles = query_tiles(query_starts, context_lens, num_tokens, rows // group, one_path=True)
         return TritonWork(tiles=tiles, splits=None, **shared)
     if decode_only:
-        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        # 0, 1, ... of which the compiler doesn't know it: beside all-reduces it would write them anew in every layer.
+        tokens = jnp.maximum(query_starts[:-1], jnp.arange(num_tokens, dtype=jnp.int32))
         is_decode = jnp.ones(num_tokens, bool)  # padding rows too: theirs is the program that writes zeros
     else:
         tokens = query_starts[:-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def step(extra: list[Kernel] | None = None, *, case: Case = DECODE, **changes: A
         False,
         forward,
         [],
-        {"pool_bytes": 100, "most_temp_bytes": 10**8, "forward": facts, "sampler": facts},
+        {"pool_bytes": 100, "most_temp_bytes": 10**8, "forward": facts, "sampler": facts, "truncated": facts},
     )
 
 
@@ -130,6 +131,27 @@ def test_the_engines_step_keeps_every_promise(plugin, model, fast_norm):
         assert broken(audited) == []
         if audited.case.bucket.num_tokens > 1:
             assert audited.kernels_a_layer == (7 if fast_norm else 9) + (not audited.case.bucket.decode_only)
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_cut_models_step_adds_up_twice_a_layer_in_one_graph(plugin, size):
+    asked = request("llama-3.1-8b", num_layers=6, rows=(32,), tensor_parallel_size=size)
+    for audited in audit.compile_steps(asked, plugin):
+        assert audited.sums == 13, "two a layer and the embedding's"
+        bytes_of_few_layers = {what for what in broken(audited) if what.startswith("bytes at most")}
+        assert set(broken(audited)) == bytes_of_few_layers
+
+
+def test_a_missing_or_extra_sum_over_devices_is_seen():
+    layer = [kernel("rope_and_write_kv"), *[kernel("other")] * 8, *[kernel("all-reduce-start")] * 2]
+    whole = step()
+    cut = dataclasses.replace(whole, num_devices=2, forward=[kernel("all-reduce-start"), *layer * 4, layer[0]])
+    assert "9 all-reduces, two a layer and the embedding's" not in broken(cut)
+    assert cut.kernels_a_layer == 11
+    fewer = dataclasses.replace(cut, forward=cut.forward[1:])
+    assert "9 all-reduces, two a layer and the embedding's" in broken(fewer)
 
 
 @pytest.mark.slow

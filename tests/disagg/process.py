@@ -11,7 +11,7 @@ import sys
 import time
 
 from jaxcb.config import EngineConfig
-from jaxcb.disagg import Disaggregated, PromptService
+from jaxcb.disagg import Disaggregated, PromptService, roles
 from jaxcb.disagg.connector import connector_of
 from jaxcb.disagg.identity import identity_of
 from jaxcb.disagg.remote import RemoteLink
@@ -67,6 +67,8 @@ def decode(args: argparse.Namespace) -> None:
     link = RemoteLink(engine, identity_of(engine, args.connector), connector, ("127.0.0.1", args.port))
     if args.no_acks:
         link.received = lambda request_id, num_pages: None
+    roles.takes_prompts = lambda **load: False
+    engine.incoming.take_back = lambda *arguments: None
     front = Disaggregated(engine, [link])
     sampling = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
     streams = [

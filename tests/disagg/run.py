@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import pytest
+
+from jaxcb.disagg import roles
 from jaxcb.engine import Engine, ServingEngine
+from jaxcb.engine.incoming import Incoming
 from jaxcb.request import Request, RequestOutput, SamplingParams
 
 PROMPTS = [[(5 * i * j + j) % 250 for j in range(20 + 37 * i)] for i in range(8)]
@@ -16,6 +20,12 @@ SAMPLING = [
     )
     for i in range(8)
 ]
+
+
+def keep_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode engine takes no prompts for want of anything else to do: tests of hand-overs want hand-overs."""
+    monkeypatch.setattr(roles, "takes_prompts", lambda **load: False)
+    monkeypatch.setattr(Incoming, "take_back", lambda *arguments: None)
 
 
 def answers(

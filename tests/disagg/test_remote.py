@@ -26,7 +26,7 @@ from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError
 from jaxcb.request import SamplingParams
 from jaxcb.structured_outputs import StructuredOutputs
-from tests.disagg.run import PROMPTS, SAMPLING, answers, assert_nothing_is_held, tokens_of
+from tests.disagg.run import PROMPTS, SAMPLING, answers, assert_nothing_is_held, keep_roles, tokens_of
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
 LONG = [[(7 * i * j + 3 * j) % 250 for j in range(500)] for i in range(1, 5)]
@@ -58,6 +58,11 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
+
+
+@pytest.fixture(autouse=True)
+def roles_are_kept(monkeypatch) -> None:
+    keep_roles(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +115,9 @@ def test_the_answers_are_those_of_one_engine_whatever_is_asked_for(prefill, deco
     ]
     expected = answers(plain, prompts, sampling)
     with serving(prefill) as server, linked(decode, server.address) as front:
+        before = decode.incoming.totals.requests
         given = answers(front, prompts, sampling)
-        assert decode.incoming.totals.requests >= len(prompts) - 1
+        assert decode.incoming.totals.requests - before == len(prompts)
     assert tokens_of(given) == tokens_of(expected)
     assert given[12][1].logprobs.top_ids.tolist() == expected[12][1].logprobs.top_ids.tolist()
 
@@ -147,6 +153,24 @@ def test_a_prefill_process_is_killed_at_every_stage_and_no_answer_differs(decode
                 process = Process("prefill", str(port), "--delay-s", "0.03")
                 process.told("port")
                 wait_for(lambda: link.alive)
+
+
+def test_jax_s_transfer_server_carries_pages_too_and_outlives_a_killed_peer(decode, plain):
+    expected = tokens_of(answers(plain, LONG, [GREEDY] * 4))
+    process = Process("prefill", "0", "--connector", "transfer", "--delay-s", "0.03")
+    with linked(decode, ("127.0.0.1", process.told("port")), "transfer") as front:
+        before = decode.incoming.totals.requests
+        assert tokens_of(answers(front, LONG, [GREEDY] * 4)) == expected
+        assert decode.incoming.totals.requests - before == 4
+        decode.reset_prefix_cache()
+        pages = decode.incoming.totals.pages
+        results: list[list[list[list[int]]]] = []
+        answering = threading.Thread(target=lambda: results.append(tokens_of(answers(front, LONG, [GREEDY] * 4))))
+        answering.start()
+        wait_for(lambda: decode.incoming.totals.pages > pages)
+        process.kill()
+        answering.join()
+        assert results == [expected]
 
 
 @pytest.mark.parametrize("stage", ["chunks", "before the ack", "decoding"])

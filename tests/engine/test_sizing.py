@@ -174,3 +174,11 @@ def test_fast_norm_is_refused_where_it_is_not_honoured():
 def test_in_the_interpreter_the_gpu_kernels_are_for_float32():
     with pytest.raises(ConfigError, match="in an interpreter on a CPU, for tests, and in float32 only, got bfloat16"):
         resolve_config(EngineConfig(backend="triton"), SPEC, jnp.dtype("bfloat16"))
+
+
+def test_mosaic_is_refused_with_the_reason():
+    on_cpu = r"backend mosaic can't be used: it is for GPUs of compute capability 9\.0 \(Hopper\); take triton"
+    with pytest.raises(ConfigError, match=on_cpu):
+        resolve_config(EngineConfig(backend="mosaic"), SPEC, jnp.dtype("bfloat16"))
+    with pytest.raises(ConfigError, match="backend mosaic can't be used: deterministic attends to single tokens"):
+        resolve_config(EngineConfig(backend="mosaic", deterministic=True), SPEC, jnp.dtype("bfloat16"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from typing import Any
 
@@ -89,7 +90,9 @@ def found_of(engine: Engine, other: Engine) -> dict[str, Any]:
     handed_over = other.import_prefix(engine.export_prefix(PROMPTS[2], ""), "")
     engine.reset_prefix_cache()
     handed_back = engine.import_prefix(other.export_prefix(PROMPTS[2]))
+    programs = [program.as_text() or "" for program in engine._runner._forward.values()]
     found = {
+        "sums": [len(re.findall(r" all-reduce(?:-start)?\(", text)) for text in programs],
         "tokens": tokens,
         "logprobs": logprobs_of(outputs),
         "embedding": engine.embed(PROMPTS[:2], pooling="mean").tolist(),

@@ -34,6 +34,13 @@ def test_tokens_are_those_of_one_device(found):
     assert min(each["swaps"] for each in found) > 0, "pages moved to host memory and back, too"
 
 
+def test_devices_add_up_twice_a_layer(found):
+    """A program for CPUs has one layer, in a loop; the third sum is the embedding's."""
+    whole, cut = found
+    assert set(whole["sums"]) == {0}
+    assert set(cut["sums"]) == {3}
+
+
 def test_logprobs_and_embeddings_are_those_of_one_device_up_to_rounding(found):
     whole, cut = found
     np.testing.assert_allclose(cut["logprobs"], whole["logprobs"], atol=LOGPROBS)
