@@ -184,10 +184,13 @@ class EngineConfig(SchedulingKnobs):
         self._set("tensor_parallel_size", size)
         count = validation.integer("data_parallel_size", self.data_parallel_size, low=1, error=ConfigError)
         self._set("data_parallel_size", count)
-        for name, value in (("quantization", "int8"), ("kv_cache_dtype", "int8"), ("fast_norm", True)):
-            if size > 1 and getattr(self, name) == value:
-                given = f"{name} {value}" if name != "fast_norm" else name
-                raise ConfigError(f"{given} is for one device, not for tensor_parallel_size {size}", param=name)
+        for name in ("quantization", "fast_norm") if size > 1 else ():
+            if getattr(self, name):
+                raise ConfigError(f"{name} is for one device, not for tensor_parallel_size {size}", param=name)
+        if size > 1 and self.kv_cache_dtype == "int8":
+            raise ConfigError(
+                f"kv_cache_dtype int8 is for one device, not for tensor_parallel_size {size}", param="kv_cache_dtype"
+            )
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))

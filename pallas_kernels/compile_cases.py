@@ -225,7 +225,7 @@ def step_case(
 
 def step_cases(target: str) -> dict[str, Callable[..., Any]]:
     """What makes each whole step, by name."""
-    steps = {
+    steps: dict[str, Callable[..., Any]] = {
         "step decode": functools.partial(step_case, target, decode_only=True),
         "step mixed": functools.partial(step_case, target, decode_only=False),
     }

@@ -37,7 +37,8 @@ def start(config: EngineConfig | None = None, *, progress: bool = True) -> Servi
 def _start_all(config: EngineConfig, progress: bool) -> list[Engine]:
     """The weights are read once, and copied from the first engine's devices to the others'."""
     if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
-        gpu_memory.start_jax(config.gpu_memory_utilization)
+        host_gib = config.host_kv_gib * config.data_parallel_size
+        gpu_memory.start_jax(config.gpu_memory_utilization, host_gib)
     groups = groups_of(config.data_parallel_size, config.tensor_parallel_size)
     configs = [of_engine(config, index) for index in range(len(groups))]
     model = load(configs[0], progress=progress, placement=placement_of(groups[0], config.tensor_parallel_size))

@@ -156,7 +156,7 @@ class Engine(ServingEngine):
         """
         config = config or EngineConfig()
         if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
-            gpu_memory.start_jax(config.gpu_memory_utilization)
+            gpu_memory.start_jax(config.gpu_memory_utilization, config.host_kv_gib)
         placement = placement_of(devices, config.tensor_parallel_size)
         model = load(config, progress=progress, placement=placement)
         engine = cls(
@@ -420,6 +420,7 @@ class Engine(ServingEngine):
             host_pages_swapped=scheduler.host.num_used - scheduler.host.num_freed,
             host_pages_cached=scheduler.host.num_cached,
             host_pages_brought_back=scheduler.cache.num_brought_back,
+            host_page_s=scheduler.preemption.host_page_s,
             steps=self._core.num_steps,
             compiles=self._guard.num_compiles,
             finished=finished,

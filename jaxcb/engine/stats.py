@@ -39,6 +39,8 @@ class EngineStats:
     """Host pages of prefixes that the device had no room for."""
     host_pages_brought_back: int = 0
     """Of these, how many a hit has moved back to the device so far."""
+    host_page_s: float = 0.0
+    """Seconds in which a page moves over the host link, one way, as "auto" preemption takes it."""
     steps: int
     compiles: int = 0
     """Programs compiled after the start. Anything but 0 is a fault."""
@@ -70,6 +72,7 @@ class EngineStats:
             **sums,
             finished=dict(finished),
             uptime_s=max(part.uptime_s for part in parts),
+            host_page_s=max(part.host_page_s for part in parts),
             stalled_s=max(part.stalled_s for part in parts),
             healthy=any(part.healthy for part in parts),
         )

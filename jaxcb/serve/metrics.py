@@ -140,6 +140,8 @@ class _EngineCollector(Collector):
         pages = {n: {"swapped": s.host_pages_swapped, "cached": s.host_pages_cached} for n, s in parts.items()}
         total = _each(parts, "host_pages_total")
         yield self._pages("jaxcb:host_kv_pages", "KV pages in host memory by state.", total, pages)
+        link = _each(parts, "host_page_s")
+        yield self._gauge("jaxcb:host_kv_page_seconds", "Time of a page over the host link, one way.", link)
         swaps, back = _each(parts, "swaps"), _each(parts, "host_pages_brought_back")
         yield self._counter("jaxcb:num_swaps", "Preemptions that moved the KV to host memory.", swaps)
         yield self._counter("jaxcb:host_kv_pages_hit", "Cached pages that a hit moved back to the device.", back)

@@ -18,7 +18,7 @@ from jaxcb.devices import PAGES, WHOLE, Placement, placement_of
 from jaxcb.paging import PageMoves
 from jaxcb.step.host_pages import HostPages
 from jaxcb.step.jobs import Job
-from jaxcb.step.kv_pool import KVPages, gather_rows, scatter_rows
+from jaxcb.step.kv_pool import KVPages, PageRows, gather_rows, scatter_rows
 from pallas_kernels import copy_pages
 from pallas_kernels.metadata import Backend
 from pallas_kernels.platform import platform
@@ -59,8 +59,12 @@ class PageMover:
         self._kv, self._backend = jax.tree.map(_abstract, kv), backend
         self._pages = self._placement.abstract((PAGES_PER_MOVE,), jnp.int32)
         rows = jax.eval_shape(gather_rows, self._kv, self._pages)
-        self._rows = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=self._placement.sharding(PAGES))
-        one = jax.ShapeDtypeStruct((1, *rows.shape[1:]), rows.dtype, sharding=self._rows.sharding)
+        self.rows = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=self._placement.sharding(PAGES))
+        """What :meth:`gather` gives and :meth:`scatter` takes."""
+        page = rows.shape[1:] if copies == 1 else (*rows.shape[1:4], rows.shape[4] // copies, rows.shape[5])
+        self.page = jax.ShapeDtypeStruct(page, rows.dtype)
+        """A page where it has left the pool for another engine: a row of what :meth:`read` returns."""
+        one = jax.ShapeDtypeStruct((1, *rows.shape[1:]), rows.dtype, sharding=self.rows.sharding)
         self._host = HostPages(self._kv, one, self._gather, self._scatter) if num_host_pages else None
         self._programs: dict[str, Compiled] = {}
 
@@ -78,16 +82,7 @@ class PageMover:
             yield from self._host.jobs(self._placement.whole)
         if self._transfers:
             yield self._job("gather", jax.jit(self._gather), self._pages)
-            yield self._job("scatter", jax.jit(self._scatter, donate_argnums=0), self._pages, self._rows)
-
-    @property
-    def page(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a page where it has left the pool: a row of what :meth:`read` returns."""
-        shape = self._rows.shape[1:]
-        if self._copies > 1:
-            *outer, num_heads, head_dim = shape
-            shape = (*outer, num_heads // self._copies, head_dim)
-        return jax.ShapeDtypeStruct(shape, self._rows.dtype)
+            yield self._job("scatter", jax.jit(self._scatter, donate_argnums=0), self._pages, self.rows)
 
     def move(self, kv: KVPages, moves: PageMoves) -> KVPages:
         """Out, in, copy. ``kv`` is donated where pages are written; the result takes its place."""
@@ -116,12 +111,12 @@ class PageMover:
             kv = self.scatter(kv, batch, self._for_devices(padded))
         return kv
 
-    def gather(self, kv: KVPages, pages: list[int]) -> Shaped[jax.Array, "n ..."]:
+    def gather(self, kv: KVPages, pages: list[int]) -> PageRows:
         """A copy of at most PAGES_PER_MOVE pages as the steps launched so far leave them, on the device; n is
         PAGES_PER_MOVE, and what stands after the pages is of no meaning. Waits for nothing."""
         return self._programs["gather"](kv, _columns([(page, 0) for page in pages])[0])
 
-    def scatter(self, kv: KVPages, pages: list[int], rows: Shaped[Any, "n ..."]) -> KVPages:
+    def scatter(self, kv: KVPages, pages: list[int], rows: PageRows | np.ndarray) -> KVPages:
         """Give at most PAGES_PER_MOVE device pages the content that stands in as many rows, n of them as of
         :meth:`gather`. ``kv`` is donated; steps to come wait for the rows, if they are not ready."""
         return self._programs["scatter"](kv, _columns([(0, page) for page in pages])[1], rows)

@@ -8,7 +8,16 @@ import pytest
 
 from jaxcb.config import EngineConfig
 from jaxcb.engine import gpu_memory, sizing
-from jaxcb.engine.gpu_memory import FRAGMENTS_BYTES, VARIABLES, Sizes, allowed_bytes, measure, start_jax
+from jaxcb.engine.gpu_memory import (
+    FRAGMENTS_BYTES,
+    HOST_GIB,
+    HOST_VARIABLE,
+    VARIABLES,
+    Sizes,
+    allowed_bytes,
+    measure,
+    start_jax,
+)
 from jaxcb.engine.sizing import limits_of, resolve_config
 from jaxcb.errors import ConfigError
 from jaxcb.sizing import (
@@ -133,6 +142,19 @@ def test_jax_is_started_with_the_engines_part_of_the_gpu(monkeypatch):
     monkeypatch.setenv(VARIABLES[1], "0.3")
     start_jax(0.5)
     assert seen == ["0.9200"], "a user's own setting stands"
+
+
+def test_jax_may_pin_the_host_memory_that_the_engines_keep_pages_in(monkeypatch):
+    monkeypatch.setattr(gpu_memory, "backends_are_initialized", lambda: False)
+    seen = []
+    monkeypatch.setattr(jax, "devices", lambda: seen.append(os.environ.get(HOST_VARIABLE)))
+    monkeypatch.setenv(VARIABLES[0], "0.3")
+    monkeypatch.delenv(HOST_VARIABLE, raising=False)
+    start_jax(0.5, 100.5)
+    assert seen == [str(HOST_GIB + 101)] and HOST_VARIABLE not in os.environ
+    monkeypatch.setenv(HOST_VARIABLE, "7")
+    start_jax(0.5, 100.5)
+    assert len(seen) == 1, "a user's own setting stands"
 
 
 def test_an_allocator_without_an_account_is_told_of(monkeypatch):

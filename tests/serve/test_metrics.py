@@ -25,7 +25,7 @@ def scrape(client: TestClient) -> dict[tuple[str, ...], float]:
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == "fake-model"
-            assert "_seconds" in sample.name or labels.pop("engine") == "0"
+            assert labels.pop("engine", "0") == "0"
             samples[sample.name, *labels.values()] = sample.value
     return samples
 
@@ -107,9 +107,11 @@ def test_host_memory_is_shown_where_there_is_some(client: TestClient, engine: Fa
         "host_pages_cached": 5,
         "host_pages_brought_back": 7,
         "swaps": 3,
+        "host_page_s": 0.25,
     }
     samples = scrape(client)
     assert samples["vllm:num_requests_swapped",] == 2
+    assert samples["jaxcb:host_kv_page_seconds",] == 0.25
     assert samples["vllm:cpu_cache_usage_perc",] == 10 / 40
     pages = {state: samples["jaxcb:host_kv_pages", state] for state in ("swapped", "cached", "free")}
     assert pages == {"swapped": 10, "cached": 5, "free": 25}
