@@ -68,11 +68,6 @@ class PageMover:
         self._host = HostPages(self._kv, one, self._gather, self._scatter) if num_host_pages else None
         self._programs: dict[str, Compiled] = {}
 
-    @property
-    def rows(self) -> jax.ShapeDtypeStruct:
-        """What :meth:`gather` gives and :meth:`scatter` takes."""
-        return self._rows
-
     def jobs(self) -> Iterable[Job]:
         """Every program."""
         one_copy = functools.partial(copy_pages, backend=self._backend, interpret=platform() == "cpu")
