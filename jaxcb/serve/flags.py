@@ -82,6 +82,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits and memory")
     limits.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N", help="devices to cut the model over")
     limits.add_argument("--data-parallel-size", "-dp", type=int, metavar="N", help="engines behind one queue")
+    limits.add_argument(
+        "--disaggregate", metavar="prefill=N,decode=M", help="prompts and answers on engines of their own"
+    )
     limits.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of a prompt and its answer")
     limits.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences in a step")
     limits.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step")
@@ -142,13 +145,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_disaggregation(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prefill apart from decode")
-    group.add_argument("--disaggregate", metavar="prefill=N,decode=M", help="engines on devices of their own")
-    group.add_argument("--kv-role", choices=("prefill", "decode", "both"), help="in several processes: of this one")
-    group.add_argument("--kv-peer", nargs="+", default=(), metavar="HOST:PORT", help="prefill engines to give prompts")
-    group.add_argument("--kv-listen", default="127.0.0.1:14579", metavar="HOST:PORT", help="where they are found")
-    group.add_argument("--kv-connector", default="shm", choices=("shm", "transfer"), help="one host, or the network")
-    group.add_argument("--kv-secret", default="", metavar="WORD", help=_HIDDEN)
+    """Of several processes the README tells."""
+    parser.add_argument("--kv-role", choices=("prefill", "decode", "both"), help=_HIDDEN)
+    parser.add_argument("--kv-peer", nargs="+", default=(), metavar="HOST:PORT", help=_HIDDEN)
+    parser.add_argument("--kv-listen", default="127.0.0.1:14579", metavar="HOST:PORT", help=_HIDDEN)
+    parser.add_argument("--kv-connector", default="shm", choices=("shm", "transfer"), help=_HIDDEN)
+    parser.add_argument("--kv-secret", default="", metavar="WORD", help=_HIDDEN)
 
 
 def num_bytes(text: str) -> int:

@@ -159,6 +159,22 @@ def test_the_queue_is_in_the_order_of_the_policy(cluster: Make, policy, fields, 
     assert "".join(engine.taken) == f"a{order}"
 
 
+def test_a_tenant_that_was_idle_has_no_turns_saved_up(cluster: Make):
+    replicas, [engine] = cluster(1, max_num_seqs=1, policy="fair", length_predictor="max_tokens")
+    for name in "abc":
+        replicas.submit(request(name, tenant="x"))
+    for name in "ab":
+        engine.end(engine.stream_of(name))
+        eventually(lambda name=name: engine.taken[-1] == chr(ord(name) + 1))
+    replicas.submit(request("d", tenant="x"))
+    for name in "ef":
+        replicas.submit(request(name, tenant="y"))
+    for name in "ced":
+        engine.end(engine.stream_of(name))
+        eventually(lambda name=name: len(engine.taken) == "abced".index(name) + 2)
+    assert "".join(engine.taken) == "abcedf"
+
+
 def test_an_urgent_request_goes_to_an_engine_that_makes_room_for_it(cluster: Make):
     replicas, engines = cluster(2, max_num_seqs=1, policy="priority")
     replicas.submit(request("a", priority=1))
