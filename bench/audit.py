@@ -2,10 +2,11 @@
 
     python -m bench.audit --target h200 --model llama-3.1-8b
 
-Compiles the engine's own programs (the forward of each bucket, and its greedy sampler) ahead of time for the GPU, reads
-what every kernel of the compiled code reads and writes, and compares the sum with the least that any step must move:
-weights, KV read, KV written, logits; and, in a mixed step, activations. Status 1 if a promise is broken. The compiler
-comes with jax's CUDA plug-in, which is installed into a folder of its own (0.6 GB, once).
+Compiles the engine's own programs (the forward of each bucket, its greedy sampler, and the one with top-k and top-p)
+ahead of time for the GPU, reads what every kernel of the first two reads and writes, and compares the sum with the
+least that any step must move: weights, KV read, KV written, logits; and, in a mixed step, activations. Status 1 if a
+promise is broken. The compiler comes with jax's CUDA plug-in, which is installed into a folder of its own (0.6 GB,
+once).
 
 Bytes are those of HBM if caches keep what one kernel reads twice, and nothing from one kernel to the next.
 """
@@ -99,11 +100,12 @@ class Audited:
 
 def promises(step: Audited) -> dict[str, str]:
     """What is promised of a step, and what is wrong with it: nothing where the promise holds."""
-    forward, sampler = step.facts["forward"], step.facts["sampler"]
+    programs = [step.facts[name] for name in ("forward", "sampler", "truncated")]
+    forward = programs[0]
     bucket = step.case.bucket
     most_kernels = _most_kernels(bucket, fast_norm=step.fast_norm, num_devices=step.num_devices)
     sums = 0 if step.num_devices == 1 else 2 * step.spec.num_layers + 1
-    launches = [*forward["launches"], *sampler["launches"]]
+    launches = [launch for program in programs for launch in program["launches"]]
     matrices, logits = _matrix_sizes(step.spec), step.case.bucket.num_seqs * step.spec.vocab_size
 
     def results(wrong: Callable[[Shape], bool]) -> str:
@@ -129,8 +131,10 @@ def promises(step: Audited) -> dict[str, str]:
             forward["temp_bytes"] <= step.facts["most_temp_bytes"],
             f"{forward['temp_bytes']:,} bytes, {step.facts['most_temp_bytes']:,} are reserved",
         ),
-        "one CUDA graph a program": _unless(launches == ["kCommandBuffer"] * 2, f"launches {launches[:8]}"),
-        "no control flow that the host waits for": ", ".join([*forward["control_flow"], *sampler["control_flow"]]),
+        "one CUDA graph a program": _unless(launches == ["kCommandBuffer"] * len(programs), f"launches {launches[:8]}"),
+        "no control flow that the host waits for": ", ".join(
+            name for program in programs for name in program["control_flow"]
+        ),
         "no weight is copied to float32": results(lambda shape: shape.dtype == "f32" and shape.size in matrices),
         "logits of sampled rows alone, in bfloat16": results(
             lambda shape: (

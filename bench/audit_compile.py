@@ -2,7 +2,8 @@
 
     python -m bench.audit_compile REQUEST DUMP_FOLDER        REQUEST: JSON of a Request
 
-Prints a line of JSON a case: the kernels of the forward and of the greedy sampler, and what else the compiler knows.
+Prints a line of JSON a case: the kernels of the forward, of the greedy sampler and of the one with top-k and top-p, and
+what else the compiler knows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from jaxcb.engine.sizing import backend_of, buckets_of, resolve_config, shape_of
 from jaxcb.models import ModelSpec, param_shapes
 from jaxcb.models.fused import fold_norms
 from jaxcb.models.parallel import TensorParallel, part_of, spec_of_part
+from jaxcb.sampling import Tier
 from jaxcb.step.batch import SlotState, StepLayout
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout
@@ -97,7 +99,7 @@ class Step:
         )
         return lower_forward(program, self.params, self.pages, self.state, self.placement).compile()
 
-    def sampler(self, bucket: Bucket) -> Compiled:
+    def sampler(self, bucket: Bucket, tier: Tier) -> Compiled:
         samplers = Samplers(
             self.part,
             self.backend,
@@ -109,7 +111,7 @@ class Step:
             parallel=self.parallel,
         )
         jobs = samplers.jobs(self.params, self.state, [bucket.num_seqs], [])
-        job = next(job for job in jobs if job.name == f"sample greedy {bucket.num_seqs}")
+        job = next(job for job in jobs if job.name == f"sample {tier.name.lower()} {bucket.num_seqs}")
         return job.lower().compile()
 
     @functools.cached_property
@@ -179,7 +181,8 @@ def main() -> None:
                 "pool_bytes": step.pages.size * step.pages.dtype.itemsize // step.placement.size,
                 "most_temp_bytes": forward_bytes(step.part, bucket.num_tokens, bucket.num_seqs, ITEM),
                 "forward": facts(step.forward(bucket), step.traffic(case), dump),
-                "sampler": facts(step.sampler(bucket), [], dump),
+                "sampler": facts(step.sampler(bucket, Tier.GREEDY), [], dump),
+                "truncated": facts(step.sampler(bucket, Tier.TRUNCATED), [], dump),
             }
             print(json.dumps(found | {"seconds": round(time.perf_counter() - began, 1)}), flush=True)
 

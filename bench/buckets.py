@@ -4,6 +4,9 @@ A decode bucket runs with all its rows at --context tokens. A mixed bucket runs 
 and prompts of --context tokens in the rest. Steps follow each other as in the engine: step k + 1 is launched before
 step k has ended.
 
+"MB" and "GFLOP" are what a step must read and compute, "roofline ms" the least time for that at the speeds of memory
+and cores that were measured here (bench/roofline.py), "of it" that time's share of the median's.
+
 --replay also runs the workload through the scheduler and, in turn with that, launches the very same steps back to back
 with no scheduler: the ratio is what planning, committing and their gaps cost.
 
@@ -165,10 +168,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     speeds, runner = Speeds.measure(), process.runner
     plans = {bucket: full_plan(bucket, runner.shape, args.context) for bucket in buckets}
     kv_bytes_per_token = runner.kv_bytes // (runner.shape.num_pages + 1) // runner.shape.page_size
-    least_s = {
-        bucket: speeds.least_s(Work.of(plan, runner.spec, runner.params, kv_bytes_per_token))
-        for bucket, plan in plans.items()
-    }
+    work = {bucket: Work.of(plan, runner.spec, runner.params, kv_bytes_per_token) for bucket, plan in plans.items()}
     steps_s = {
         bucket: time_steps(
             process.runner,
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         "steps": args.steps,
         "workload": str(workload),
         "speeds": speeds._asdict(),
-        "buckets": _rows(buckets, steps_s, least_s, uses),
+        "buckets": _rows(buckets, steps_s, work, speeds, uses),
         "workload_padding": _total(uses).padding,
     }
     if args.replay is not None:
@@ -199,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
 def _rows(
     buckets: Sequence[Bucket],
     steps_s: dict[Bucket, list[float]],
-    least_s: dict[Bucket, float],
+    work: dict[Bucket, Work],
+    speeds: Speeds,
     uses: dict[Bucket, Use],
 ) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
@@ -213,7 +214,8 @@ def _rows(
                 "num_seqs": bucket.num_seqs,
                 "tok_s": bucket.num_tokens / spread.median * 1e3,
                 "step_ms": spread._asdict(),
-                "roofline_ms": least_s[bucket] * 1e3,
+                **work[bucket]._asdict(),
+                "roofline_ms": speeds.least_s(work[bucket]) * 1e3,
                 "padding_above": padding_above(bucket, before.get(bucket.decode_only)),
                 "workload": uses[bucket]._asdict() | {"padding": uses[bucket].padding},
             }
@@ -228,7 +230,8 @@ def _total(uses: dict[Bucket, Use]) -> Use:
 
 
 def _print(result: Result) -> None:
-    headers = ["bucket", "tok/s", "ms", "p10", "p90", "roofline ms", "times it", "padding above", "steps", "padding"]
+    headers = ["bucket", "tok/s", "ms", "p10", "p90", "MB", "GFLOP", "roofline ms", "of it"]
+    headers += ["padding above", "steps", "padding"]
     lines = []
     for row in result["buckets"]:
         step_ms, use = row["step_ms"], row["workload"]
@@ -237,8 +240,10 @@ def _print(result: Result) -> None:
                 row["bucket"],
                 f"{row['tok_s']:.1f}",
                 *(f"{step_ms[name]:.2f}" for name in Spread._fields),
+                f"{row['num_bytes'] / 1e6:.0f}",
+                f"{row['num_flops'] / 1e9:.2f}",
                 f"{row['roofline_ms']:.2f}",
-                f"{step_ms['median'] / row['roofline_ms']:.2f}",
+                f"{row['roofline_ms'] / step_ms['median']:.0%}",
                 f"{row['padding_above']:.0%}",
                 use["num_steps"],
                 f"{use['padding']:.1%}" if use["num_steps"] else "-",

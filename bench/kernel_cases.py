@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import Backend, attention_metadata, ragged_paged_attention, reference
+from pallas_kernels import Backend, attention_metadata, least_kept_weight, ragged_paged_attention, reference
 
 PAGE_SIZE = 64
 
@@ -109,7 +109,16 @@ def layers_seconds(shape: Shape, num_layers: int, *, dtype: str, seed: int) -> f
 
         return lax.fori_loop(0, num_layers, layer, q)
 
-    return seconds(attend, (q, pool, starts, contexts, tables), repeats=2)
+    return seconds(attend, (q, pool, starts, contexts, tables), repeats=1)
+
+
+def selection_seconds(num_rows: int, size: int, deviation: float, backend: Backend, *, seed: int, dry: bool) -> float:
+    """Of top-k 50 and top-p 0.9 on rows of normal logits with a deviation."""
+    logits = jax.random.normal(jax.random.key(seed), (num_rows, size)) * deviation
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    top_k, top_p = jnp.full(num_rows, 50, jnp.int32), jnp.full(num_rows, 0.9, jnp.float32)
+    select = functools.partial(least_kept_weight, backend=backend, interpret=dry and backend == "triton")
+    return seconds(jax.jit(select), (weights, top_k, top_p), repeats=1 if dry else 20)
 
 
 def error(shape: Shape, backend: Backend, *, seed: int, interpret: bool) -> float:
@@ -139,7 +148,7 @@ def copy_rate(num_bytes: int, *, repeats: int) -> float:
     return 2 * num_bytes / seconds(jax.jit(lambda x: x + 1), (x,), repeats=repeats)
 
 
-def matmul_rate(size: int, *, repeats: int) -> float:
-    """Multiplications and additions a second of a square bfloat16 product: the limit of what is bound by arithmetic."""
-    x = jnp.ones((size, size), jnp.bfloat16)
+def matmul_rate(size: int, *, repeats: int, dtype: str = "bfloat16") -> float:
+    """Multiplications and additions a second of a square product: the limit of what is bound by arithmetic."""
+    x = jnp.ones((size, size), dtype)
     return 2 * size**3 / seconds(jax.jit(functools.partial(jnp.dot)), (x, x), repeats=repeats)

@@ -5,7 +5,10 @@ the sweep, then of the shapes. Without a GPU it times the xla backend on the CPU
 SmolLM2-135M's shape, float32 and bfloat16. With --dry the GPU's part runs on small shapes in the interpreter, whose
 times mean nothing: that shows that the command works.
 
-Decodes are judged by the rate of a copy on the same device, prefills by that of a large bfloat16 product.
+Decodes are judged by the rate of a copy on the same device, prefills by that of a large bfloat16 product. On a CPU a
+case's floor is the longer of two times: its keys and values at the rate of a copy, its arithmetic at the rate of a
+float32 product. Three decodes there differ in their contexts alone, to see that the cost follows the sum of the
+contexts and not the longest one.
 """
 
 from __future__ import annotations
@@ -21,7 +24,17 @@ from typing import Any
 import jax
 
 from bench.common import BenchError, describe, machine, make_parser, markdown_table, run, save
-from bench.kernel_cases import Shape, attention, batch, copy_rate, error, layers_seconds, matmul_rate, seconds
+from bench.kernel_cases import (
+    Shape,
+    attention,
+    batch,
+    copy_rate,
+    error,
+    layers_seconds,
+    matmul_rate,
+    seconds,
+    selection_seconds,
+)
 from pallas_kernels import Backend
 from pallas_kernels.triton import tiles
 from pallas_kernels.triton.targets import default_target
@@ -30,13 +43,20 @@ from pallas_kernels.triton.tiles import TileShape
 MOST_ERROR = 1e-2
 """Relative, of bfloat16."""
 CPU_LAYERS = 30
-CPU_BATCHES: dict[str, tuple[tuple[int, int], ...]] = {
+CPU_DECODES: dict[str, tuple[tuple[int, int], ...]] = {
+    "decode 16 of 64 to 2048": tuple((1, 64 + 1984 * i // 15) for i in range(16)),
+    "decode 8 of 64, 8 of 2048": ((1, 64), (1, 2048)) * 8,
+    "decode 16 of 2048": ((1, 2048),) * 16,
+}
+"""Of the same longest context, with 16,888 to 32,768 positions in all."""
+CPU_BATCHES: dict[str, tuple[tuple[int, int], ...]] = CPU_DECODES | {
     "decode 1 x 1024": ((1, 1024),),
     "decode 32 x 256": ((1, 256),) * 32,
-    "decode 16 of 64 to 2048": tuple((1, 64 + 1984 * i // 15) for i in range(16)),
     "prefill 512": ((512, 512),),
     "15 decodes of 64 to 2048, 241 of 512": (*((1, 64 + 1984 * i // 14) for i in range(15)), (241, 512)),
 }
+SELECTIONS = {"steep": 3.0, "flat": 0.01}
+"""Deviations of the logits of rows that are selected from."""
 SMALL_HEADS, LARGE_HEADS = (9, 3, 64), (32, 8, 128)
 
 
@@ -150,25 +170,66 @@ def measure(dry: bool, budget_s: float, seed: int) -> dict[str, Any]:
     ]
     swept_names = list(shapes) if dry else ["decode 64 x 1024", "prefill 1 x 4096", "decode 1 x 32768"]
     swept = [sweep(name, shapes[name], limits, dry, seed, until) for name in swept_names]
-    return {"checks": checks, "limits": limits, "timed": timed, "sweep": swept}
+    selected = select(dry, seed, until)
+    return {"checks": checks, "limits": limits, "timed": timed, "sweep": swept, "selection": selected}
+
+
+def select(dry: bool, seed: int, until: float) -> list[dict[str, Any]]:
+    """Top-k with top-p by the kernel and by XLA, microseconds."""
+    out: list[dict[str, Any]] = []
+    for num_rows, (name, deviation) in itertools.product((2,) if dry else (1, 32, 256), SELECTIONS.items()):
+        if not dry and time.perf_counter() >= until:
+            break
+        size, backends = 3000 if dry else 128_256, list[Backend](("triton", "xla"))
+        took = {each: selection_seconds(num_rows, size, deviation, each, seed=seed, dry=dry) for each in backends}
+        out.append({"case": f"{num_rows} {name} rows of {size:,}"} | {k: v * 1e6 for k, v in took.items()})
+    return out
 
 
 def measure_cpu(seed: int) -> dict[str, Any]:
-    """The xla backend on this CPU: milliseconds of all layers, and microseconds a position and layer."""
+    """The xla backend on this CPU: milliseconds of all layers, the floor, and microseconds a position and layer."""
+    limits = {
+        "copy_bytes_per_s": copy_rate(2**28, repeats=3),
+        "float32_flops_per_s": matmul_rate(1024, repeats=3, dtype="float32"),
+    }
     rows = []
     for name, sequences in CPU_BATCHES.items():
-        for dtype in ("float32", "bfloat16"):
-            took = layers_seconds(Shape(sequences, *SMALL_HEADS), CPU_LAYERS, dtype=dtype, seed=seed)
-            positions = sum(context for _, context in sequences) * CPU_LAYERS
-            rows.append({"case": name, "dtype": dtype, "ms": took * 1e3, "us_a_position": took * 1e6 / positions})
-    return {"cpu": rows}
+        shape, positions = Shape(sequences, *SMALL_HEADS), sum(context for _, context in sequences)
+        for dtype, scale in (("float32", 2), ("bfloat16", 1)):
+            took = layers_seconds(shape, CPU_LAYERS, dtype=dtype, seed=seed)
+            times = (
+                shape.kv_bytes * scale / limits["copy_bytes_per_s"],
+                shape.flops / limits["float32_flops_per_s"],
+            )
+            row = {"case": name, "dtype": dtype, "positions": positions, "ms": took * 1e3}
+            row |= {"floor_ms": max(times) * CPU_LAYERS * 1e3, "us_a_position": took * 1e6 / positions / CPU_LAYERS}
+            rows.append(row)
+    return {"limits": limits, "cpu": rows}
 
 
 def cpu_table(result: dict[str, Any]) -> str:
     """The same for people."""
-    rows = [(row["case"], row["dtype"], f"{row['ms']:.1f}", f"{row['us_a_position']:.3f}") for row in result["cpu"]]
-    headers = ("attention, 30 layers of 9/3 x 64", "dtype", "ms", "us a position and layer")
-    return f"{describe(result['machine'])}\n\n{markdown_table(headers, rows)}"
+    rows = [
+        (
+            row["case"],
+            row["dtype"],
+            f"{row['positions']:,}",
+            f"{row['ms']:.1f}",
+            f"{row['ms'] / row['floor_ms']:.1f}",
+            f"{row['us_a_position']:.3f}",
+        )
+        for row in result["cpu"]
+    ]
+    headers = ("attention, 30 layers of 9/3 x 64", "dtype", "positions", "ms", "x floor", "us a position and layer")
+    limits = result["limits"]
+    return "\n\n".join(
+        (
+            describe(result["machine"]),
+            f"Limits: copy {limits['copy_bytes_per_s'] / 1e9:.1f} GB/s, float32 product "
+            f"{limits['float32_flops_per_s'] / 1e9:.0f} GFLOP/s.",
+            markdown_table(headers, rows),
+        )
+    )
 
 
 def device_facts() -> dict[str, Any]:
@@ -201,6 +262,7 @@ def tables(result: dict[str, Any]) -> str:
         for rows in result["sweep"]
         if rows and "us" in rows[0]
     ]
+    selected = [(row["case"], f"{row['triton']:.1f}", f"{row['xla']:.1f}") for row in result["selection"]]
     rates = result["limits"]
     return "\n\n".join(
         (
@@ -210,6 +272,7 @@ def tables(result: dict[str, Any]) -> str:
             f"{max(check['error'] for check in result['checks']):.1e}.",
             markdown_table(("attention", "backend", "us", "GB/s", "of copy", "TFLOP/s", "of product"), timed),
             markdown_table(("swept", "fastest tile", "us"), best),
+            markdown_table(("top-k 50 and top-p 0.9", "triton us", "xla us"), selected),
         )
     )
 

@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="gone on with if it is there")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     args, rest = parser.parse_known_args(argv)
-    from jaxcb.engine import Engine
+    from jaxcb import cluster
     from jaxcb.parsing import reasoning_markers, tool_format
     from jaxcb.serve.app import make_app
     from jaxcb.serve.cli import parse
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with (
             args.input.open(encoding="utf-8-sig", errors="surrogateescape") as source,  # a bad line has an error
             _appending(args.output) as output,
-            Engine.start(config, progress=not args.quiet) as engine,
+            cluster.start(config, progress=not args.quiet) as engine,
         ):
             if options.chat_template is not None:
                 engine.tokenizer.chat_template = options.chat_template

@@ -14,7 +14,7 @@ from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.scheduler.knobs import SchedulingKnobs
 
 DType = Literal["auto", "float32", "bfloat16"]
-Backend = Literal["xla", "triton", "native"]
+Backend = Literal["xla", "triton", "mosaic", "native"]
 LogprobsMode = Literal["raw", "processed"]
 Quantization = Literal["int8"]
 KVCacheDType = Literal["auto", "int8", "float32", "bfloat16"]
@@ -59,6 +59,9 @@ class EngineConfig(SchedulingKnobs):
         tensor_parallel_size: devices that the model is cut over: each has some heads, some features of the MLP and a
             part of the vocabulary. What is said of memory below is of each. Not for the native CPU kernels: a CPU that
             counts as several devices runs XLA's.
+        data_parallel_size: engines behind one queue, each with the whole model on ``tensor_parallel_size`` devices of
+            its own; every limit and every amount of memory here is of each, but ``max_waiting``, which is of all.
+            (:func:`jaxcb.cluster.start` starts them.)
         page_size: tokens in a KV page; a power of two from 8 to 128.
         num_kv_pages: usable pages of the KV cache. Default: as many as ``kv_cache_memory_bytes`` holds.
         kv_cache_memory_bytes: memory for the KV cache. Default: on a GPU what ``gpu_memory_utilization`` leaves after
@@ -85,11 +88,13 @@ class EngineConfig(SchedulingKnobs):
         logits_processors: functions of your own over a step's logits, compiled into the sampler.
         seed: folded into the seeds of requests that bring none.
         backend: who computes attention ("native": products too). None takes ``$JAXCB_BACKEND``, else triton on GPUs,
-            and on CPUs native where its kernels can be built and run, else xla.
+            and on CPUs native where its kernels can be built and run, else xla. "mosaic" is triton but for the chunks
+            of prompts, on Hopper with jax 0.11 (not yet timed on a device).
         step_log: a file that gets a line of JSON a step (what it computed, how long it took), from which the simulator
             calibrates itself: ``jaxcb.sim.StepTimeModel.fit(file)``.
         trace: a file that gets a Chrome trace of the engine: planning, launching, the device, committing and text, a
-            lane each; ui.perfetto.dev opens it.
+            lane each; ui.perfetto.dev opens it. (With ``data_parallel_size`` each engine writes its own event_log,
+            step_log and trace: ``trace-0.json``, ``trace-1.json``.)
 
     Raises:
         ConfigError: a value can't work; ``.param`` names the field.
@@ -106,6 +111,7 @@ class EngineConfig(SchedulingKnobs):
     decode_buckets: tuple[int, ...] | None = None
     mixed_buckets: tuple[int, ...] | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     page_size: int = 16
     num_kv_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -177,10 +183,15 @@ class EngineConfig(SchedulingKnobs):
         self._set("logits_processors", tuple(self.logits_processors))
         size = validation.integer("tensor_parallel_size", self.tensor_parallel_size, low=1, error=ConfigError)
         self._set("tensor_parallel_size", size)
-        for name, value in (("quantization", "int8"), ("kv_cache_dtype", "int8"), ("fast_norm", True)):
-            if size > 1 and getattr(self, name) == value:
-                given = f"{name} {value}" if name != "fast_norm" else name
-                raise ConfigError(f"{given} is for one device, not for tensor_parallel_size {size}", param=name)
+        count = validation.integer("data_parallel_size", self.data_parallel_size, low=1, error=ConfigError)
+        self._set("data_parallel_size", count)
+        for name in ("quantization", "fast_norm") if size > 1 else ():
+            if getattr(self, name):
+                raise ConfigError(f"{name} is for one device, not for tensor_parallel_size {size}", param=name)
+        if size > 1 and self.kv_cache_dtype == "int8":
+            raise ConfigError(
+                f"kv_cache_dtype int8 is for one device, not for tensor_parallel_size {size}", param="kv_cache_dtype"
+            )
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))

@@ -74,16 +74,36 @@ def placement_of(devices: Sequence[jax.Device] | None, count: int) -> Placement:
         if len(devices) != count or len(set(devices)) != count:
             raise ConfigError(f"devices must name {count}, each once, got {list(devices)}", param="devices")
         return Placement(tuple(devices))
+    return Placement(tuple(_first(count, f"tensor_parallel_size {count}", "tensor_parallel_size")))
+
+
+def groups_of(data_parallel_size: int, tensor_parallel_size: int) -> list[tuple[jax.Device, ...]]:
+    """Devices for several engines, none in two groups.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    size = tensor_parallel_size
+    asked = f"data_parallel_size {data_parallel_size}" + (f" with tensor_parallel_size {size}" if size > 1 else "")
+    there = _first(data_parallel_size * size, asked, "data_parallel_size")
+    return [tuple(there[start : start + size]) for start in range(0, len(there), size)]
+
+
+def _first(count: int, asked: str, param: str) -> list[jax.Device]:
+    """So many of this process's devices.
+
+    Raises:
+        ConfigError: there are fewer than ``asked`` needs.
+    """
     there = jax.local_devices()
     if len(there) < count:
         hint = ""
         if there[0].platform == "cpu":
             hint = f". A CPU counts as one; with JAX_NUM_CPU_DEVICES={count} in the environment as {count}"
         raise ConfigError(
-            f"tensor_parallel_size {count} needs {count} devices, jax has {len(there)} ({there[0].device_kind}){hint}",
-            param="tensor_parallel_size",
+            f"{asked} needs {count} devices, jax has {len(there)} ({there[0].device_kind}){hint}", param=param
         )
-    return Placement(tuple(there[:count]))
+    return there[:count]
 
 
 def on_device(values: np.ndarray, sharding: Sharding | None = None) -> Array:

@@ -21,8 +21,9 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from jaxcb import cluster
 from jaxcb.config import EngineConfig
-from jaxcb.engine import Engine
+from jaxcb.engine import ServingEngine
 from jaxcb.errors import ConfigError, RequestError
 from jaxcb.generate import generate
 from jaxcb.request import FinishReason, SamplingParams
@@ -46,7 +47,7 @@ class JaxcbLM(LM):
 
     def __init__(
         self,
-        engine: Engine | None = None,
+        engine: ServingEngine | None = None,
         *,
         progress: bool = True,
         batch_size: Any = None,
@@ -57,7 +58,7 @@ class JaxcbLM(LM):
         super().__init__()
         if engine is not None and config:
             raise ConfigError(f"give either an engine or its settings ({', '.join(config)})", param="config")
-        self.engine = Engine.start(EngineConfig(**config), progress=progress) if engine is None else engine
+        self.engine = cluster.start(EngineConfig(**config), progress=progress) if engine is None else engine
         self._progress = progress
 
     @property

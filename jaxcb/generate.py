@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxcb import validation
+from jaxcb import cluster, validation
 from jaxcb.beam import BeamParams
 from jaxcb.config import EngineConfig
-from jaxcb.engine import Engine, OutputStream, beams
+from jaxcb.engine import OutputStream, ServingEngine, beams
 from jaxcb.engine.beams import check_beams
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.gather import RETRY_S, gather, when_accepted
@@ -43,7 +43,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _OPEN_AT_ONCE = 1024
 """Prompts that the engine has at a time, enough to keep every slot filled; the rest isn't even tokenized yet."""
 _ids = itertools.count()
-_shared: Engine | None = None
+_shared: ServingEngine | None = None
 _starting = threading.Lock()
 """Calls of several threads and coroutines start one engine."""
 
@@ -55,7 +55,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     config: EngineConfig | None = None,
-    engine: Engine | None = None,
+    engine: ServingEngine | None = None,
     progress: bool = True,
 ) -> list[RequestOutput]:
     """Continue every prompt; results in the order of the prompts. Where ``n`` is above 1 a result is the first answer,
@@ -98,7 +98,7 @@ async def generate_async(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     config: EngineConfig | None = None,
-    engine: Engine | None = None,
+    engine: ServingEngine | None = None,
     progress: bool = True,
 ) -> list[RequestOutput]:
     """:func:`generate` for a coroutine; cancelling it ends what still runs."""
@@ -130,7 +130,7 @@ async def generate_async(
     return _results(outputs, refusals)
 
 
-def _check_queue(engine: Engine, request: Request) -> None:
+def _check_queue(engine: ServingEngine, request: Request) -> None:
     """Raise RequestError if the engine's queue could never take all answers."""
     count, limit = request.sampling.num_choices, engine.config.max_waiting
     if limit is not None and count > limit:
@@ -142,7 +142,7 @@ def _check_queue(engine: Engine, request: Request) -> None:
 class _Window:
     """The prompts of a call: waiting, in the engine, answered."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams | None]):
+    def __init__(self, engine: ServingEngine, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams | None]):
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
         self._open: dict[int, tuple[list[OutputStream], SamplingParams]] = {}
         self._answers: dict[int, RequestOutput] = {}
@@ -262,7 +262,7 @@ def beam_search(
     params: BeamParams | None = None,
     *,
     config: EngineConfig | None = None,
-    engine: Engine | None = None,
+    engine: ServingEngine | None = None,
     progress: bool = True,
 ) -> list[RequestOutput]:
     """The likeliest answers to every prompt, by beam search; results in the order of the prompts. A result is the best
@@ -307,7 +307,7 @@ def stream(
     sampling: SamplingParams | None = None,
     *,
     config: EngineConfig | None = None,
-    engine: Engine | None = None,
+    engine: ServingEngine | None = None,
     progress: bool = True,
 ) -> Iterator[RequestOutput]:
     """Continue one prompt, yielding an output for each token; ``new_text`` is what it added.
@@ -327,7 +327,7 @@ async def stream_async(
     sampling: SamplingParams | None = None,
     *,
     config: EngineConfig | None = None,
-    engine: Engine | None = None,
+    engine: ServingEngine | None = None,
     progress: bool = True,
 ) -> AsyncIterator[RequestOutput]:
     """:func:`stream` for a coroutine."""
@@ -340,7 +340,7 @@ async def stream_async(
             yield _checked(output)
 
 
-def _engine(config: EngineConfig | None, engine: Engine | None, progress: bool) -> Engine:
+def _engine(config: EngineConfig | None, engine: ServingEngine | None, progress: bool) -> ServingEngine:
     global _shared
     if engine is not None:
         if config is not None:
@@ -353,7 +353,7 @@ def _engine(config: EngineConfig | None, engine: Engine | None, progress: bool) 
         if _shared is not None and (_shared.asked_for != config or not _shared.healthy):
             _shut_down_shared()
         if _shared is None:
-            _shared = Engine.start(config, progress=progress)
+            _shared = cluster.start(config, progress=progress)
         return _shared
 
 
@@ -366,7 +366,7 @@ def _shut_down_shared() -> None:
         _shared = None
 
 
-def _request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: str) -> Request:
+def _request(engine: ServingEngine, prompt: Prompt, sampling: SamplingParams, where: str) -> Request:
     """Tokenize and validate, so that a bad prompt is known before anything starts."""
     request = Request(
         request_id=f"generate-{next(_ids)}",
@@ -378,7 +378,7 @@ def _request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: st
     return request
 
 
-def _ready_request(engine: Engine, prompt: Prompt, sampling: SamplingParams, where: str) -> Request:
+def _ready_request(engine: ServingEngine, prompt: Prompt, sampling: SamplingParams, where: str) -> Request:
     """As :func:`_request`, with all done that takes its time: an asyncio loop can submit it and go on."""
     request = _request(engine, prompt, sampling, where)
     if sampling.structured_outputs is not None:
@@ -394,7 +394,7 @@ def _named(where: str, check: Callable[[], None]) -> None:
         raise RequestError(f"{where}: {error}", param=error.param) from None
 
 
-def _token_ids(engine: Engine, prompt: Prompt, where: str) -> list[int]:
+def _token_ids(engine: ServingEngine, prompt: Prompt, where: str) -> list[int]:
     limit = engine.config.max_model_len
     if isinstance(prompt, str):
         return engine.tokenizer.encode(prompt, max_tokens=limit)
@@ -457,18 +457,18 @@ def _answer(choices: list[RequestOutput], sampling: SamplingParams) -> RequestOu
     return dataclasses.replace(chosen[0], choices=tuple(chosen))
 
 
-def _last(engine: Engine, outputs: OutputStream) -> RequestOutput:
+def _last(engine: ServingEngine, outputs: OutputStream) -> RequestOutput:
     """The result; an error that is the request's own is one."""
     for output in outputs:
         if output.finished:
-            return output if engine.healthy else _checked(output)
+            return _checked(output) if output.engine_failed else output
     raise EngineStoppedError("the stream ended without a result")
 
 
-async def _last_async(engine: Engine, outputs: OutputStream) -> RequestOutput:
+async def _last_async(engine: ServingEngine, outputs: OutputStream) -> RequestOutput:
     async for output in outputs:
         if output.finished:
-            return output if engine.healthy else _checked(output)
+            return _checked(output) if output.engine_failed else output
     raise EngineStoppedError("the stream ended without a result")
 
 

@@ -110,6 +110,8 @@ class RequestOutput:
     stop_reason: int | str | None = None
     """The stop id or stop string that ended the sequence, if one did; None for an end-of-sequence id."""
     error: str | None = None
+    engine_failed: bool = False
+    """The error is the engine's, not one that the request made itself."""
     num_cached_tokens: int = 0
     """Prompt tokens that came out of the prefix cache."""
     num_preemptions: int = 0

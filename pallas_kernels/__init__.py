@@ -10,6 +10,7 @@ from pallas_kernels.metadata import AttentionMetadata, Backend, attention_metada
 from pallas_kernels.norms import HeadNorm, LateNorm, RawQueries
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.pages import QuantizedPages
+from pallas_kernels.selection import least_kept_weight
 
 __all__ = [
     "AttentionMetadata",
@@ -24,6 +25,7 @@ __all__ = [
     "decode_attention",
     "default_backend",
     "gather_pages",
+    "least_kept_weight",
     "ragged_paged_attention",
     "rms_norm",
     "rope_and_write_kv",

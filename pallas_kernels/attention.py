@@ -49,8 +49,8 @@ def ragged_paged_attention(
         soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None: they stay.
         sinks: a score of each head that takes its share of the weights and adds no value (Xiao et al. 2023, section
             3.3, as gpt-oss trains them); None: none.
-        arrivals: zeros that the triton backend counts in, as :func:`pallas_kernels.rope_and_write_kv` returns them;
-            None: it makes some, with one kernel more.
+        arrivals: zeros that the triton kernel of decodes counts in, as :func:`pallas_kernels.rope_and_write_kv` returns
+            them; None: it makes some, with one kernel more.
         backend: None chooses by platform.
         interpret: run the GPU kernels in Pallas's interpreter, on any platform; for mosaic also InterpretGPUParams.
 
@@ -100,7 +100,9 @@ def ragged_paged_attention(
         from pallas_kernels.mosaic import ragged as mosaic  # a third of this package's import time
 
         mosaic.require_supported(q, kv_pages, sinks)
-        return mosaic.ragged_paged_attention(q, kv_pages, metadata.work, interpret=interpret, **options)
+        return mosaic.ragged_paged_attention(
+            q, kv_pages, metadata.work, arrivals=arrivals, interpret=interpret, **options
+        )
     return triton.ragged_paged_attention(
         q, kv_pages, metadata.work, sinks=sinks, arrivals=arrivals, interpret=interpret, **options
     )

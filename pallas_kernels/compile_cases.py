@@ -30,6 +30,7 @@ from pallas_kernels import (
     add_rms_norm,
     attention_metadata,
     copy_pages,
+    least_kept_weight,
     ragged_paged_attention,
     rms_norm,
     rope_and_write_kv,
@@ -37,13 +38,13 @@ from pallas_kernels import (
     write_kv,
 )
 from pallas_kernels.deviceless import compile_for
+from pallas_kernels.mosaic import has_api
 from pallas_kernels.triton.targets import TARGETS
 
 Shape = jax.ShapeDtypeStruct
 HEADS = {64: (9, 3), 80: (32, 32), 96: (24, 8), 128: (32, 8), 256: (8, 1)}
 """Query and KV heads of the models that have heads of that size."""
 KV_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn")
-MOSAIC = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 11)
 ARCHITECTURES = {"h200": "sm_90a", "h100": "sm_90a", "a100": "sm_80", "l4": "sm_89"}
 
 
@@ -64,6 +65,8 @@ def attention_cases(target: str) -> dict[str, tuple[Callable[..., Any], tuple[An
     pages = Shape((64, 4, 2, 16, 8, 128), jnp.bfloat16)
     cases["copy_pages"] = (functools.partial(copy_pages, backend="triton"), (pages, _int32(8), _int32(8)))
     cases["fused"] = (_fused, (Shape((512, 16, 8, 128), jnp.bfloat16), Shape((64, 6144), jnp.bfloat16)))
+    rows, of_a_row = Shape((256, 128_256), jnp.float32), (_int32(256), Shape((256,), jnp.float32))
+    cases["top-k and top-p"] = (functools.partial(least_kept_weight, backend="triton"), (rows, *of_a_row))
     for head_dim in (64, 128, 256):
         cases[f"raw queries d{head_dim}"] = _raw_decodes(target, head_dim)
     return cases
@@ -225,7 +228,7 @@ def step_case(
 
 def step_cases(target: str) -> dict[str, Callable[..., Any]]:
     """What makes each whole step, by name."""
-    steps = {
+    steps: dict[str, Callable[..., Any]] = {
         "step decode": functools.partial(step_case, target, decode_only=True),
         "step mixed": functools.partial(step_case, target, decode_only=False),
     }
@@ -235,7 +238,7 @@ def step_cases(target: str) -> dict[str, Callable[..., Any]]:
 
 
 def _has_mosaic(target: str) -> bool:
-    return TARGETS[target].compute_capability == (9, 0) and MOSAIC
+    return TARGETS[target].compute_capability == (9, 0) and has_api()
 
 
 def compile_step(name: str, target: str, dump: Path) -> dict[str, Any]:
@@ -271,7 +274,7 @@ def compile_kernels(name: str, target: str, dump: Path, ptxas: Path) -> dict[str
     for path in set(dump.glob("*.ptx")) - before:
         text = path.read_text()
         for entry in re.findall(r"\.entry (\w+)", text):
-            if re.match(r"(ragged_paged|decode|copy_pages|rms_norm|add_rms_norm|silu_mul|rope)", entry):
+            if re.match(r"(ragged_paged|decode|copy_pages|rms_norm|add_rms_norm|silu_mul|rope|least)", entry):
                 kernels[entry] = assemble(path, ptxas, target) | {
                     "tensor_core": "wgmma" if "wgmma" in text else "mma" if "mma.sync" in text else ""
                 }

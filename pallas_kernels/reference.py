@@ -173,3 +173,19 @@ def _values(kv_pages: Pages) -> Float[np.ndarray, "F page_size K D"]:
     values = np.asarray(values)
     values = values.view(_stored(values.dtype)).astype(np.float64)
     return values if scales is None else values * np.asarray(scales, np.float64).swapaxes(1, 2)[..., None]
+
+
+def least_kept_weight(
+    weights: Float[np.ndarray, "S V"], top_k: Int32[np.ndarray, " S"], top_p: Float[np.ndarray, " S"]
+) -> Float[np.ndarray, " S"]:
+    """:func:`pallas_kernels.least_kept_weight`, by sorting. Returns float64."""
+    size = weights.shape[1]
+    out = np.zeros(len(weights))
+    for number, (row, k, share) in enumerate(zip(weights.astype(np.float64), top_k, top_p, strict=True)):
+        ordered = np.sort(row)[::-1]
+        out[number] = ordered[k - 1] if 0 < k < size else 0.0
+        kept = ordered[ordered >= out[number]]
+        if share < 1 and kept.sum() > 0:
+            reached = np.cumsum(kept) >= share * kept.sum()
+            out[number] = kept[reached.argmax()]
+    return out

@@ -1,63 +1,341 @@
-"""Replicas: data parallel engines, with requests routed by what their caches hold and how much they have to do.
+"""Replicas: data parallel engines behind one queue.
 
-A request goes where its beginning was sent before, so that the pages are there, unless that engine has much more to do
-than the idlest one: then the idlest takes it, and the beginning's home moves there. (SGLang's cache-aware router, Zheng
-et al. 2024, with a table of beginnings in place of its tree.)
+A request waits in one queue, in the order of the scheduling policy, until an engine has room for it: so none is bound
+to a busy engine while another idles. Of the engines with room the one is chosen that was sent the longest beginning
+of its prompt before, so that the pages are there, unless that one has much more to do than the idlest.
+
+What an engine that fails was given and has sent no token of is queued again, once, and computed from its prompt on
+another engine. What has sent tokens ends with the engine's error. The others go on.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import random
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
-from jaxcb.engine import Engine, OutputStream
-from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError
-from jaxcb.request import Request
+from jaxcb.cluster.beginnings import BLOCK_TOKENS, Beginnings
+from jaxcb.cluster.member import Member
+from jaxcb.cluster.shared_queue import Entry, SharedQueue
+from jaxcb.config import EngineConfig
+from jaxcb.engine import Engine, EngineStats, OutputStream, ServingEngine, prepare
+from jaxcb.engine.stream import deliver, nobody, running_loop
+from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
+from jaxcb.request import FinishReason, Request
+from jaxcb.structured_outputs import StructuredOutputs
+from jaxcb.text.worker import TextUpdate
 
-AFFINITY_TOKENS = 64
-"""A beginning of so many tokens has a home; shorter prompts have none."""
-MAX_HOMES = 100_000
 MOST_AHEAD = 8
-"""Requests that a home may have more than the idlest engine."""
+"""Answers that the engine with the longest beginning may have to do more than the idlest."""
+POLL_S = 0.01
+"""Between two looks at the engines while something waits that none had room for: prompts that they admit free room
+without saying so."""
 
 
-class Replicas:
-    """Routes between running engines over the same model. Any thread may call it."""
+class Replicas(ServingEngine):
+    """Over running engines of the same model, which belong to it from now on: :meth:`shutdown` ends them too. The queue
+    takes ``config.max_waiting`` answers, those that wait inside the engines among them.
 
-    def __init__(self, engines: Sequence[Engine]):
+    Raises:
+        ConfigError: there is no engine, or they serve different models.
+    """
+
+    def __init__(self, engines: Sequence[Engine], *, asked_for: EngineConfig | None = None):
         if not engines:
             raise ConfigError("a cluster needs at least one engine", param="engines")
         if len({engine.name for engine in engines}) > 1:
             names = ", ".join(sorted({engine.name for engine in engines}))
             raise ConfigError(f"the engines of a cluster serve different models: {names}", param="engines")
         self.engines = tuple(engines)
-        self._lock = threading.Lock()
-        self._homes: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        first = engines[0]
+        self.name, self.spec, self.tokenizer = first.name, first.spec, first.tokenizer
+        self.sampling_defaults = first.sampling_defaults
+        self.asked_for = first.asked_for if asked_for is None else asked_for
+        self.config = first.config if asked_for is None else _of_all(first.config, asked_for)
+        self._members = [Member(engine) for engine in engines]
+        self._queue = SharedQueue(first.limits)
+        pages = sum(engine.limits.num_kv_pages + engine.limits.num_host_pages for engine in engines)
+        self._beginnings = Beginnings(max(pages * first.limits.page_size // BLOCK_TOKENS, 1))
+        self._random = random.Random(self.config.seed)
+        self._at: weakref.WeakKeyDictionary[OutputStream, Member] = weakref.WeakKeyDictionary()
+        """Where a stream's answer runs."""
+        self._open: dict[str, set[OutputStream]] = {}
+        """By the clients' ids."""
+        self._finished: Counter[str] = Counter()
+        """Ends of what no engine was given, by reason."""
+        self._changed = threading.Condition()
+        """Guards all of it, and is told what may make room."""
+        self._accepting, self._paused, self._stopping = True, False, False
+        self._thread = threading.Thread(target=self._route, name="jaxcb-router", daemon=True)
+        self._thread.start()
 
-    def submit(self, request: Request) -> OutputStream:
-        """As :meth:`jaxcb.engine.Engine.submit`, on the engine that suits it best. One that is full or has stopped is
-        passed by.
+    # ------------------------------------------------------------------ requests
+
+    def check_request(self, request: Request) -> None:
+        """Raise RequestError if one of the engines could never run the request."""
+        for engine in self.engines:
+            engine.check_request(request)
+
+    def submit_choices(self, request: Request, *, blocking: bool = False) -> list[OutputStream]:
+        self.check_request(request)
+        if request.sampling.structured_outputs is not None:
+            self.compile_grammar(request.sampling.structured_outputs)
+        loop = None if blocking else running_loop()
+        with self._changed:
+            self._check_open(request)
+            request = prepare.with_seed(request, self._random)
+            streams = [
+                OutputStream(choice, nobody, loop, index) for index, choice in enumerate(prepare.choices_of(request))
+            ]
+            entry = self._queue.add(request, streams)
+            self._wait(entry)
+            self._open[request.request_id] = set(streams)
+            self._hand_out()
+            self._changed.notify_all()  # the router looks again where it found no room
+        return streams
+
+    def _check_open(self, request: Request) -> None:
+        """Raise if nothing is taken now. The caller holds the lock."""
+        if not self.accepting:
+            raise EngineStoppedError("no engine is running")
+        if request.request_id in self._open:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        limit = self.config.max_waiting
+        if limit is None:
+            return
+        num_waiting = self._queue.num_answers + sum(engine.stats().num_waiting for engine in self.engines)
+        if num_waiting + request.sampling.num_choices > limit:
+            raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
+
+    def fork(
+        self, parents: Sequence[OutputStream], children: Sequence[tuple[Request, int]], *, blocking: bool = False
+    ) -> list[OutputStream]:
+        with self._changed:
+            member = self._at[parents[0]]
+        streams = member.engine.fork(parents, children, blocking=blocking)
+        with self._changed:
+            self._at.update(dict.fromkeys(streams, member))
+        return streams
+
+    def compile_grammar(self, structured: StructuredOutputs) -> None:
+        for engine in self.engines:
+            engine.compile_grammar(structured)
+
+    def abort(self, request_id: str) -> None:
+        with self._changed:
+            streams = list(self._open.get(request_id, ()))
+        for stream in streams:
+            stream.abort()
+        for engine in self.engines:  # beams, which were forked there
+            engine.abort(request_id)
+
+    def _abort(self, entry: Entry, stream: OutputStream) -> None:
+        """Of an answer that stood in the queue when its stream learned to end it so."""
+        with self._changed:
+            was_waiting = entry in self._queue
+            if was_waiting:
+                self._queue.drop(entry)
+                for other in entry.streams:
+                    if other is not stream:
+                        self._wait(self._queue.part(entry, other))
+                self._end_unserved(stream, FinishReason.ABORT)
+        if not was_waiting:
+            stream.abort()  # an engine has it by now, and told the stream so
+
+    def _wait(self, entry: Entry) -> None:
+        """An entry of the queue ends its streams' requests from now on."""
+        for stream in entry.streams:
+            stream.at_end = None
+            stream.given_to(functools.partial(self._abort, entry, stream))
+
+    # ------------------------------------------------------------------ routing
+
+    def _route(self) -> None:
+        """The router's thread: when something may have made room, hand out."""
+        with self._changed:
+            while not self._stopping:
+                self._hand_out()
+                self._changed.wait(POLL_S if self._queue else None)
+
+    def _hand_out(self) -> None:
+        """Give engines what they have room for. The caller holds the lock."""
+        if self._paused:
+            return
+        refusing: set[Member] = set()
+        while (entry := self._queue.head()) is not None:
+            if not self.healthy:
+                self._fail_all()
+                break
+            member = self._choose(entry, refusing)
+            if member is None:
+                if not self._queue.pass_by(entry):
+                    break
+            elif not self._give(entry, member):
+                refusing.add(member)
+        self._queue.restore()
+
+    def _choose(self, entry: Entry, refusing: set[Member]) -> Member | None:
+        """The engine for a request, if there is room on one."""
+        running = [member for member in self._members if member not in refusing and member.takes_requests]
+        fitting = [member for member in running if member.has_room(entry)]
+        if not fitting and self._queue.preempts:
+            fitting = [member for member in running if member.would_preempt(entry)]
+        if not fitting:
+            return None
+        least = min(member.load for member in fitting)
+        known = self._beginnings.tokens(entry.blocks, len(self._members))
+        near = [member for member in fitting if member.load <= least + MOST_AHEAD]
+        return min(near, key=lambda member: (-known[self._members.index(member)], member.load))
+
+    def _give(self, entry: Entry, member: Member) -> bool:
+        """Hand a request over; False if the engine doesn't take it now."""
+        self._queue.take(entry)
+        member.given(entry)
+        for stream in entry.streams:
+            stream.at_end = functools.partial(self._at_end, entry, stream)
+            self._at[stream] = member
+        try:
+            member.engine.submit_into(dataclasses.replace(entry.request, request_id=entry.key), entry.streams)
+        except (EngineStoppedError, QueueFullError):
+            member.taken_back(entry)
+            self._queue.put_back(entry)
+            self._wait(entry)
+            return False
+        self._beginnings.sent(entry.blocks, self._members.index(member))
+        return True
+
+    def _at_end(self, entry: Entry, stream: OutputStream, update: TextUpdate) -> bool:
+        """On an engine's text thread: an answer has ended there. True: it goes on elsewhere."""
+        with self._changed:
+            self._at[stream].ended(entry)
+            stream.at_end = None
+            again = update.engine_failed and not stream.num_delivered and not entry.was_retried and self.healthy
+            if again:
+                self._wait(self._queue.part(entry, stream, is_retry=True))
+            else:
+                self._forget(stream)
+                if update.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    self._queue.learn(entry, stream.num_delivered)
+            self._changed.notify_all()
+        return again
+
+    def _forget(self, stream: OutputStream) -> None:
+        streams = self._open[stream.request.request_id]
+        streams.discard(stream)
+        if not streams:
+            del self._open[stream.request.request_id]
+
+    def _end_unserved(self, stream: OutputStream, reason: FinishReason, error: str | None = None) -> None:
+        """End an answer that no engine has."""
+        self._finished[reason.value] += 1
+        self._forget(stream)
+        stream.given_to(nobody)
+        deliver([(stream, TextUpdate.ending(reason, time.monotonic(), error))])
+        self._changed.notify_all()
+
+    def _fail_all(self) -> None:
+        for entry in self._queue.entries:
+            self._queue.drop(entry)
+            for stream in entry.streams:
+                self._end_unserved(stream, FinishReason.ERROR, "every engine has failed")
+
+    # ------------------------------------------------------------------ what they are doing
+
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        return {str(index): engine.stats() for index, engine in enumerate(self.engines)}
+
+    def stats(self) -> EngineStats:
+        """Of all engines and of the queue before them."""
+        total = super().stats()
+        with self._changed:
+            finished = {reason: count + self._finished[reason] for reason, count in total.finished.items()}
+            num_waiting = total.num_waiting + self._queue.num_answers
+        return dataclasses.replace(total, num_waiting=num_waiting, finished=finished)
+
+    @property
+    def healthy(self) -> bool:
+        return any(engine.healthy for engine in self.engines)
+
+    @property
+    def accepting(self) -> bool:
+        return self._accepting and any(engine.accepting for engine in self.engines)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    # ------------------------------------------------------------------ control
+
+    def pause(self) -> None:
+        with self._changed:
+            self._paused = True
+        for engine in self.engines:
+            engine.pause()
+
+    def resume(self) -> None:
+        for engine in self.engines:
+            engine.resume()
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def sleep(self) -> None:
+        self.pause()
+        self._on_all(lambda engine: engine.sleep())
+
+    def wake(self) -> None:
+        self._on_all(lambda engine: engine.wake())
+        self.resume()
+
+    def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
+        """As :meth:`ServingEngine.update_params`, on one engine after the other: for a moment they differ."""
+        self._on_all(lambda engine: engine.update_params(params, running=running))
+        self._forget_beginnings()
+
+    def reset_prefix_cache(self) -> None:
+        self._on_all(lambda engine: engine.reset_prefix_cache())
+        self._forget_beginnings()
+
+    def _forget_beginnings(self) -> None:
+        with self._changed:
+            self._beginnings.forget()
+
+    def _on_all(self, call: Callable[[Engine], None]) -> None:
+        """On every engine that runs.
 
         Raises:
-            RequestError: the request is impossible.
-            QueueFullError: every engine is full.
-            EngineStoppedError: none is running.
+            EngineStoppedError: none does.
         """
-        refusal: QueueFullError | EngineStoppedError | None = None
-        for index in self._in_order(request):
-            try:
-                return self.engines[index].submit(request)
-            except (QueueFullError, EngineStoppedError) as error:
-                if refusal is None or isinstance(error, QueueFullError):
-                    refusal = error
-        assert refusal is not None  # there is an engine, and it refused
-        raise refusal
+        running = [engine for engine in self.engines if engine.healthy]
+        if not running:
+            raise EngineStoppedError("no engine is running")
+        for engine in running:
+            call(engine)
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:
-        """Shut every engine down; all drain at the same time."""
+        deadline_s = time.monotonic() + drain_s
+        with self._changed:
+            self._accepting = False
+        if self._paused and drain_s:
+            self.resume()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open, timeout=drain_s)
+            self._stopping = True
+            for entry in self._queue.entries:
+                self._queue.drop(entry)
+                for stream in entry.streams:
+                    self._end_unserved(stream, FinishReason.ABORT)
+            self._changed.notify_all()
+        self._thread.join()
+        left_s = max(0.0, deadline_s - time.monotonic())
         threads = [
-            threading.Thread(target=engine.shutdown, kwargs={"drain_s": drain_s}, name=f"jaxcb-drain-{i}")
+            threading.Thread(target=engine.shutdown, kwargs={"drain_s": left_s}, name=f"jaxcb-drain-{i}")
             for i, engine in enumerate(self.engines)
         ]
         for thread in threads:
@@ -65,27 +343,8 @@ class Replicas:
         for thread in threads:
             thread.join()
 
-    def _in_order(self, request: Request) -> list[int]:
-        """Engines to try: the home of the request's beginning or the idlest, then the others, idlest first."""
-        loads = [_load(engine) for engine in self.engines]
-        order = sorted(range(len(loads)), key=loads.__getitem__)
-        if len(request.prompt_token_ids) < AFFINITY_TOKENS:
-            return order
-        beginning = (request.cache_salt, str(list(request.prompt_token_ids[:AFFINITY_TOKENS])).encode())
-        with self._lock:
-            home = self._homes.get(beginning)
-            if home is None or loads[home] > loads[order[0]] + MOST_AHEAD:
-                home = order[0]
-            self._homes[beginning] = home
-            self._homes.move_to_end(beginning)
-            if len(self._homes) > MAX_HOMES:
-                self._homes.popitem(last=False)
-        return [home, *(index for index in order if index != home)]
 
-
-def _load(engine: Engine) -> float:
-    """Requests that an engine has to do; a stopped one comes last."""
-    if not engine.healthy:
-        return float("inf")
-    stats = engine.stats()
-    return stats.num_running + stats.num_waiting
+def _of_all(config: EngineConfig, asked_for: EngineConfig) -> EngineConfig:
+    """What one engine resolved, with what is of all of them."""
+    names = ("data_parallel_size", "max_waiting", "event_log", "step_log", "trace")
+    return dataclasses.replace(config, **{name: getattr(asked_for, name) for name in names})

@@ -1,8 +1,10 @@
 """Prefill and decode on engines of their own, so that long prompts can't slow running answers down.
 
-Nothing here knows of pages or devices: engines export and import the KV of a beginning.
+Nothing here looks inside a page or a step: engines gather and scatter pages, a connector carries them.
 """
 
-from jaxcb.disagg.pair import PrefillDecodePair
+from jaxcb.disagg.front import Disaggregated, Link
+from jaxcb.disagg.local import LocalLink
+from jaxcb.disagg.prompts import PromptService
 
-__all__ = ["PrefillDecodePair"]
+__all__ = ["Disaggregated", "Link", "LocalLink", "PromptService"]

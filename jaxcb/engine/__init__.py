@@ -4,7 +4,8 @@ The engine knows requests, the scheduler and the runner; it does not look inside
 """
 
 from jaxcb.engine.engine import Engine
+from jaxcb.engine.serving import ServingEngine
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.stream import OutputStream
 
-__all__ = ["Engine", "EngineStats", "OutputStream"]
+__all__ = ["Engine", "EngineStats", "OutputStream", "ServingEngine"]

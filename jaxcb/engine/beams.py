@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Generator, Sequence
 
 from jaxcb.beam import Beam, BeamParams, BeamSearch
-from jaxcb.engine.engine import Engine
+from jaxcb.engine.serving import ServingEngine
 from jaxcb.engine.stream import OutputStream
 from jaxcb.errors import EngineStoppedError, RequestError
 from jaxcb.logprobs import Logprobs
@@ -16,7 +16,7 @@ from jaxcb.text.detokenizer import Detokenizer
 Searching = Generator[Sequence[OutputStream], Sequence[RequestOutput], list[RequestOutput]]
 
 
-def check_beams(engine: Engine, request: Request, params: BeamParams) -> None:
+def check_beams(engine: ServingEngine, request: Request, params: BeamParams) -> None:
     """Raise RequestError if the search can never run. ``request`` brings the prompt."""
     if params.width > engine.max_choices:
         raise RequestError(
@@ -32,10 +32,10 @@ def check_beams(engine: Engine, request: Request, params: BeamParams) -> None:
     engine.check_request(dataclasses.replace(request, sampling=BeamSearch(params, ()).sampling(engine.spec.vocab_size)))
 
 
-def search(engine: Engine, request: Request, params: BeamParams, *, blocking: bool) -> Searching:
+def search(engine: ServingEngine, request: Request, params: BeamParams, *, blocking: bool) -> Searching:
     """Yields the streams whose first outputs it is to be sent; returns the answers, the best first.
 
-    ``request`` brings the prompt. Closing it before the end ends what still runs. Errors as for :meth:`Engine.submit`.
+    ``request`` brings the prompt. Closing it before the end ends what still runs. Errors as for ``submit``.
 
     Raises:
         EngineStoppedError: the engine dropped a beam.
@@ -72,7 +72,7 @@ def _logprobs(output: RequestOutput) -> Logprobs:
     return output.logprobs.take(0)
 
 
-def _output(engine: Engine, request: Request, beam: Beam, index: int) -> RequestOutput:
+def _output(engine: ServingEngine, request: Request, beam: Beam, index: int) -> RequestOutput:
     """A beam as an answer. Its end token has no text."""
     shown = beam.token_ids[:-1] if beam.finish_reason is FinishReason.STOP else beam.token_ids
     detokenizer = Detokenizer(engine.tokenizer, request.prompt_token_ids)

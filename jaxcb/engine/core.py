@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxcb.engine.constraints import Constraints
+from jaxcb.engine.incoming import Incoming
+from jaxcb.engine.outgoing import Outgoing
 from jaxcb.engine.pooling import Pool
 from jaxcb.engine.step_log import StepLog
 from jaxcb.engine.trace import EngineTrace
@@ -56,6 +58,10 @@ class EngineCore:
         self.step_log, self.trace = step_log, trace
         self.num_steps = 0
         self.constraints = Constraints(scheduler)
+        self.incoming = Incoming(scheduler, runner, self.constraints)
+        self.outgoing: list[Outgoing] = []
+        """To each engine that takes KV from here."""
+        self._blocked = False
         self._depth = 1 if run_ahead else 0
         self._in_flight: deque[InFlight] = deque()
         self._last_wait_s = 0.0
@@ -64,7 +70,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_requests
+        return bool(self._in_flight) or (self.scheduler.has_requests and not self._blocked)
+
+    def something_came(self) -> None:
+        """Requests that found no room, because pages are held for other engines, may find some now."""
+        self._blocked = False
 
     def add(self, request: Request) -> None:
         """See :meth:`Scheduler.add`."""
@@ -88,11 +98,20 @@ class EngineCore:
 
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         """End a request from outside; None if it has ended already."""
+        self.incoming.forget(request_id)
         sequence = self.scheduler.finish(request_id, reason)
         if sequence is None:
             return None
         self.constraints.drop(sequence)
         return TokenEvent(sequence, None, reason)
+
+    def restart_all(self) -> None:
+        """The KV of all requests counts no more, here and on its way: see :meth:`Scheduler.restart_all`. Nothing is in
+        flight."""
+        self.incoming.give_up_all()
+        for outgoing in self.outgoing:
+            outgoing.lose_all()
+        self.scheduler.restart_all()
 
     def export_prefix(self, token_ids: Seq[int], cache_salt: str) -> PrefixPages:
         """The KV of the longest beginning of ``token_ids`` that is cached on the device."""
@@ -119,6 +138,7 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         """Launch the next step if one can be planned, and commit the oldest once enough are in flight."""
         started_s = time.perf_counter()
+        self.incoming.make_room()
         plan = self.scheduler.plan()
         events: list[TokenEvent] = []
         if plan is not None:
@@ -130,6 +150,8 @@ class EngineCore:
                 self._in_flight.append(self.runner.sample(forwarded, masks))
             else:
                 self._in_flight.append(self.runner.launch(plan))
+            for outgoing in self.outgoing:
+                outgoing.launched(plan)
             self.num_steps += 1
             if self.step_log is not None:
                 self.step_log.launched(plan.step, started_s)
@@ -137,9 +159,12 @@ class EngineCore:
                 self.trace.span("plan", f"plan {plan.step}", started_s, planned_s, sequences=plan.num_rows)
                 self.trace.span("launch", f"launch {plan.step}", planned_s, time.perf_counter())
         elif not self._in_flight and self.scheduler.has_requests:
-            raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
+            self._blocked = self.scheduler.handover.waits_for_others
+            if not self._blocked:
+                raise RuntimeError("the scheduler holds requests and plans nothing: this is a bug")
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             events += self._commit()
+            self.incoming.make_room()  # with what the step gave back: it may have been the last for now
         return events
 
     def _commit(self) -> list[TokenEvent]:

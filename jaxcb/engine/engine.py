@@ -7,23 +7,24 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
-from jaxtyping import Float
 
 from jaxcb import validation
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
 from jaxcb.devices import placement_of
-from jaxcb.engine import gpu_memory, prepare, scoring
+from jaxcb.engine import gpu_memory, prepare
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore, PrefixPages
-from jaxcb.engine.inbox import Arrival, Forks, Inbox
+from jaxcb.engine.inbox import Add, Arrival, Forks, Inbox, Post
+from jaxcb.engine.incoming import Incoming, Source
 from jaxcb.engine.loop import StepLoop
+from jaxcb.engine.outgoing import Outgoing, Sink
+from jaxcb.engine.serving import ServingEngine
 from jaxcb.engine.sizing import (
     backend_of,
     buckets_of,
@@ -34,16 +35,17 @@ from jaxcb.engine.sizing import (
 )
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.step_log import StepLog
-from jaxcb.engine.stream import OutputStream, deliver, running_loop
+from jaxcb.engine.stream import OutputStream, deliver, nobody, running_loop
 from jaxcb.engine.trace import EngineTrace
 from jaxcb.errors import ConfigError, QueueFullError, RequestError
-from jaxcb.grammar import GrammarCompiler
+from jaxcb.grammar import Grammar, GrammarCompiler
 from jaxcb.held_model import HeldModel
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import check_divides
-from jaxcb.request import FinishReason, Pooling, Request
+from jaxcb.request import FinishReason, Request
+from jaxcb.scheduler import SchedulerLimits, TokenEvent
 from jaxcb.step.runner import Runner
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text import Tokenizer
@@ -54,8 +56,8 @@ from jaxcb.weights.loader import prepared
 from jaxcb.weights.placed import placed
 
 
-class Engine:
-    """Serves requests until :meth:`shutdown`. Every public method may be called from any thread.
+class Engine(ServingEngine):
+    """One engine, on devices of its own. What its public methods do is said in :class:`ServingEngine`.
 
     The way of a request: ``submit`` validates it and puts it in the inbox; the engine's thread moves it to the
     scheduler before the next plan; committed tokens go to the text thread, which feeds the request's OutputStream.
@@ -78,14 +80,17 @@ class Engine:
         Arguments:
             devices: as for :meth:`start`; weights that lie elsewhere are copied to them.
         """
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"this is one engine; jaxcb.cluster.start starts {config.data_parallel_size}",
+                param="data_parallel_size",
+            )
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
-        """Fields of SamplingParams for what an HTTP request, or a call without SamplingParams, leaves out."""
         self.placement = placement_of(devices, config.tensor_parallel_size)
         check_divides(spec, self.placement.size)
         """The devices that it computes on."""
         self.asked_for = config
-        """The config as given; ``config`` is the same with every None resolved."""
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype, self.placement)
         params = prepared(placed(params, spec, self.placement), spec, config)
         self._scheduler = scheduler_of(self.config, spec)
@@ -151,7 +156,7 @@ class Engine:
         """
         config = config or EngineConfig()
         if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
-            gpu_memory.start_jax(config.gpu_memory_utilization)
+            gpu_memory.start_jax(config.gpu_memory_utilization, config.host_kv_gib)
         placement = placement_of(devices, config.tensor_parallel_size)
         model = load(config, progress=progress, placement=placement)
         engine = cls(
@@ -179,59 +184,143 @@ class Engine:
 
     # ------------------------------------------------------------------ for callers
 
-    def submit(self, request: Request) -> OutputStream:
-        """Queue a request for one answer; its results come out of the stream, which belongs to the running asyncio
-        loop if there is one, else to threads.
+    def submit_choices(self, request: Request, *, blocking: bool = False) -> list[OutputStream]:
+        return self._submit(request, None if blocking else running_loop(), self._core.add_choices)
+
+    def submit_into(self, request: Request, streams: Sequence[OutputStream], *, source: Source | None = None) -> None:
+        """Queue a request whose answers go into streams that the caller made, one for each of
+        :func:`jaxcb.engine.prepare.choices_of` it, in their order. It brings its seed, if it draws. With a source, as
+        :meth:`submit_elsewhere`.
+
+        Errors as for :meth:`submit_choices`.
+        """
+        request, grammar = self._prepared(request)
+        with self._inbox.lock:
+            self._check_room(request)
+            add = self._adding(source)
+            self._arrive(request.request_id, prepare.choices_of(request), streams, grammar, add)
+
+    def submit_elsewhere(self, request: Request, source: Source, *, blocking: bool = False) -> list[OutputStream]:
+        """As :meth:`submit_choices`, but another engine computes the prompt and the first token, which arrive through
+        :meth:`post` and ``incoming``."""
+        return self._submit(request, None if blocking else running_loop(), self._adding(source))
+
+    def _adding(self, source: Source | None) -> Add:
+        if source is None:
+            return self._core.add_choices
+
+        def expect(choices: list[Request], grammar: Grammar | None) -> None:
+            if self._core.incoming.knows(choices[0]):
+                self._core.add_choices(choices, grammar)
+            else:
+                self._core.incoming.expect(choices, grammar, source)
+
+        return expect
+
+    def submit_prompt(
+        self, request: Request, outgoing: Outgoing, request_id: str, first_page: int | None
+    ) -> OutputStream:
+        """Compute a request's prompt and its first token for another engine. Its KV goes out as steps fill pages.
+        Errors as for :meth:`submit`.
+
+        Arguments:
+            request_id: as for :meth:`Outgoing.begin`; so is ``first_page``.
+        """
+
+        def begin(choices: list[Request], grammar: Grammar | None) -> None:
+            key = choices[0].request_id
+            outgoing.begin(key, request_id, len(request.prompt_token_ids), first_page)
+            self._core.add_choices(choices, grammar)
+
+        return self._submit(prepare.prompt_only(request), None, begin)[0]
+
+    def send_to(self, sink: Sink) -> Outgoing:
+        """A way for KV to another engine; :meth:`send_no_more` ends it.
 
         Raises:
-            RequestError: the request is impossible, or asks for several answers; nothing is kept of it.
-            QueueFullError: ``max_waiting`` requests wait already.
-            EngineStoppedError: the engine was shut down or has failed.
+            ConfigError: the engine was started without ``kv_transfer``.
+            EngineStoppedError: it has stopped.
         """
-        prepare.check_single(request)
-        return self._submit(request, running_loop())[0]
+        self._check_transfer()
+        outgoing = Outgoing(self._scheduler, self._runner, sink)
+        self._inbox.call(lambda: self._core.outgoing.append(outgoing))
+        return outgoing
 
-    def submit_blocking(self, request: Request) -> OutputStream:
-        """As :meth:`submit`, for a caller that blocks even where an asyncio loop runs (a notebook cell, say)."""
-        prepare.check_single(request)
-        return self._submit(request, None)[0]
+    def send_no_more(self, outgoing: Outgoing) -> None:
+        """The other engine is gone: what was lent to it is free again."""
 
-    def submit_choices(self, request: Request, *, blocking: bool = False) -> list[OutputStream]:
-        """Queue a request for all its answers (``n``, or ``best_of``), a stream for each. They share the prompt's KV
-        and draw by seeds of their own. Errors as for :meth:`submit`; ``blocking`` as for :meth:`submit_blocking`."""
-        return self._submit(request, None if blocking else running_loop())
+        def end() -> None:
+            outgoing.drop_all()
+            self._core.outgoing.remove(outgoing)
 
-    def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> list[OutputStream]:
+        self.post(end)
+
+    def post(self, function: Callable[[], Sequence[TokenEvent] | None]) -> None:
+        """Have the engine's thread call a function between two steps, in the order of the posts, and wait for nothing.
+        Nothing happens once the engine has stopped."""
+        self._inbox.put(Post(function))
+
+    @property
+    def incoming(self) -> Incoming:
+        """For functions that are posted."""
+        return self._core.incoming
+
+    @property
+    def params(self) -> Params:
+        """The weights as it computes with them, in the layout of its backend."""
+        return self._runner.params
+
+    @property
+    def idle(self) -> bool:
+        """It has nothing to do; requests whose prompt another engine computes may be on their way."""
+        return not (self._scheduler.num_running or self._scheduler.roster.waiting)
+
+    @property
+    def page_rows(self) -> jax.ShapeDtypeStruct:
+        """A batch of pages as it travels: shape [PAGES_PER_MOVE, L, 2, page_size, K, D], dtype and sharding here."""
+        return self._runner.page_rows
+
+    def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None, add: Add) -> list[OutputStream]:
+        request, grammar = self._prepared(request)
+        with self._inbox.lock:
+            self._check_room(request)
+            request = prepare.with_seed(request, self._random)
+            choices = prepare.choices_of(request)
+            streams = [OutputStream(choice, nobody, loop, index) for index, choice in enumerate(choices)]
+            self._arrive(request.request_id, choices, streams, grammar, add)
+        return streams
+
+    def _prepared(self, request: Request) -> tuple[Request, Grammar | None]:
+        """What is done of a request before the lock is taken, which takes its time."""
         self.check_request(request)
         request = prepare.with_words(request, self.tokenizer)
         request = prepare.with_processor_states(request, self.config.logits_processors)
         structured = request.sampling.structured_outputs
-        grammar = None if structured is None else self._grammars.compile(structured)
-        count = request.sampling.num_choices
-        with self._inbox.lock:
-            self._inbox.check_open(request.request_id)
-            limit = self.config.max_waiting
-            if limit is not None and (num_waiting := self._num_waiting()) + count > limit:
-                raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
-            request = prepare.with_seed(request, self._random)
-            choices, streams = [], []
-            for index in range(count):
-                choice = prepare.choice_of(request, index)
-                key, stream = self._open(request.request_id, choice, index, loop)
-                choices.append(dataclasses.replace(choice, request_id=key))
-                streams.append(stream)
-            self._inbox.put(Arrival(choices, grammar))
-        return streams
+        return request, None if structured is None else self._grammars.compile(structured)
+
+    def _check_room(self, request: Request) -> None:
+        """Raise if the engine takes nothing now. The caller holds the inbox's lock."""
+        self._inbox.check_open(request.request_id)
+        limit = self.config.max_waiting
+        if limit is not None and (num_waiting := self._num_waiting()) + request.sampling.num_choices > limit:
+            raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {limit}")
+
+    def _arrive(
+        self,
+        request_id: str,
+        choices: Sequence[Request],
+        streams: Sequence[OutputStream],
+        grammar: Grammar | None,
+        add: Add,
+    ) -> None:
+        """Put a request into the inbox. The caller holds its lock."""
+        keys = [self._open(request_id, choice, stream) for choice, stream in zip(choices, streams, strict=True)]
+        own = [dataclasses.replace(choice, request_id=key) for choice, key in zip(choices, keys, strict=True)]
+        self._inbox.put(Arrival(own, grammar, add))
 
     def fork(
         self, parents: Sequence[OutputStream], children: Sequence[tuple[Request, int]], *, blocking: bool = False
     ) -> list[OutputStream]:
-        """Put requests in the place of running ones of one answer: beam search. ``parents`` end when the next step is
-        planned; each child is given with the index of the parent whose beginning it shares, pages included, if both
-        find room in that step (else it is computed, or found in the prefix cache).
-
-        Errors as for :meth:`submit`; nothing is kept of any child. The queue's limit doesn't hold for them.
-        """
         for request, _ in children:
             prepare.check_single(request)
             self.check_request(request)
@@ -240,30 +329,24 @@ class Engine:
         loop = None if blocking else running_loop()
         with self._inbox.lock:
             self._inbox.check_open()
-            known = [next(iter(self._inbox.keys_of(parent.request.request_id)), None) for parent in parents]
+            known = [self._inbox.key_of(parent) for parent in parents]
             streams, forks = [], []
             for request, parent in children:
-                key, stream = self._open(request.request_id, request, 0, loop)
+                stream = OutputStream(request, nobody, loop)
+                key = self._open(request.request_id, request, stream)
                 request = prepare.with_processor_states(request, self.config.logits_processors)
                 forks.append((dataclasses.replace(request, request_id=key), known[parent]))
                 streams.append(stream)
             self._inbox.put(Forks(forks, [key for key in known if key is not None]))
         return streams
 
-    def _open(
-        self,
-        request_id: str,
-        choice: Request,
-        index: int,
-        loop: asyncio.AbstractEventLoop | None,
-    ) -> tuple[str, OutputStream]:
-        """A key and a stream for one answer. The caller holds the inbox's lock."""
-        key, stream = self._inbox.open(request_id, choice, index, loop)
+    def _open(self, request_id: str, choice: Request, stream: OutputStream) -> str:
+        """A key for one answer. The caller holds the inbox's lock."""
+        key = self._inbox.open(request_id, stream)
         self._text.open(key, choice)
-        return key, stream
+        return key
 
     def check_request(self, request: Request) -> None:
-        """Raise RequestError if the request can never run. Keeps nothing."""
         self._scheduler.check_request(request)  # first: it bounds the number of tokens to look at
         validation.check_vocabulary("prompt", request.prompt_token_ids, self.spec.vocab_size)
         sampling = request.sampling
@@ -280,54 +363,10 @@ class Engine:
                 param="n" if sampling.best_of is None else "best_of",
             )
 
-    def embed(
-        self, texts: Sequence[scoring.Text], *, pooling: Pooling = "last", normalize: bool = True
-    ) -> Float[np.ndarray, "n E"]:
-        """Embeddings of texts (or token ids): the last token's final hidden state, or the mean of all, divided by its
-        length if ``normalize``. Blocks; :meth:`embed_async` is for coroutines.
-
-        Raises:
-            RequestError: one is empty or too long; nothing was started.
-            EngineStoppedError: the engine stopped meanwhile.
-        """
-        requests = scoring.embed_requests(self, texts, pooling)
-        return scoring.embeddings(self, scoring.complete(self, requests), normalize=normalize)
-
-    async def embed_async(
-        self, texts: Sequence[scoring.Text], *, pooling: Pooling = "last", normalize: bool = True
-    ) -> Float[np.ndarray, "n E"]:
-        """See :meth:`embed`."""
-        requests = scoring.embed_requests(self, texts, pooling)
-        return scoring.embeddings(self, await scoring.complete_async(self, requests), normalize=normalize)
-
-    def score(self, pairs: Sequence[tuple[scoring.Text, scoring.Text]]) -> list[scoring.Score]:
-        """How likely each continuation is after its context: pairs of two texts, or of two lists of token ids. Contexts
-        that begin alike are computed once (prefix cache). Blocks; :meth:`score_async` is for coroutines.
-
-        Raises:
-            RequestError: a pair is too long or its context empty; nothing was started.
-            EngineStoppedError: the engine stopped meanwhile.
-        """
-        requests = scoring.score_requests(self, pairs)
-        return scoring.scores(requests, scoring.complete(self, requests))
-
-    async def score_async(self, pairs: Sequence[tuple[scoring.Text, scoring.Text]]) -> list[scoring.Score]:
-        """See :meth:`score`."""
-        requests = scoring.score_requests(self, pairs)
-        return scoring.scores(requests, await scoring.complete_async(self, requests))
-
     def compile_grammar(self, structured: StructuredOutputs) -> None:
-        """Compile what a request to come asks for, and keep it: ``submit`` then finds it. ``submit`` does it too, where
-        it is called; this is for callers who must not block there, such as an asyncio loop. Takes milliseconds as a
-        rule, a second for the first one of all, and never more than ``jaxcb.grammar.compiler.TIMEOUT_S``.
-
-        Raises:
-            RequestError: it can't be compiled, or not be held to exactly; ``.param`` names the field.
-        """
         self._grammars.compile(structured)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request. Its stream ends with ``FinishReason.ABORT``. Harmless if it has ended."""
         for key in self._inbox.keys_of(request_id):
             self._inbox.end(key, FinishReason.ABORT)
 
@@ -355,8 +394,10 @@ class Engine:
             raise ConfigError(f"the pages hold {theirs}, this engine's hold {ours}", param="page_size")
         return self._inbox.call(lambda: self._core.import_prefix(prefix, cache_salt))
 
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        return {"0": self.stats()}
+
     def stats(self) -> EngineStats:
-        """A snapshot of gauges and totals."""
         scheduler, counters = self._scheduler, self._scheduler.counters
         now_s = time.monotonic()
         with self._inbox.lock:
@@ -379,34 +420,22 @@ class Engine:
             host_pages_swapped=scheduler.host.num_used - scheduler.host.num_freed,
             host_pages_cached=scheduler.host.num_cached,
             host_pages_brought_back=scheduler.cache.num_brought_back,
+            host_page_s=scheduler.preemption.host_page_s,
             steps=self._core.num_steps,
             compiles=self._guard.num_compiles,
             finished=finished,
             uptime_s=now_s - self._started_s,
             stalled_s=stalled_s,
+            healthy=self.healthy,
         )
 
     def pause(self) -> None:
-        """Make no more steps until :meth:`resume`: what runs keeps its pages, what comes waits."""
         self._inbox.pause()
 
     def resume(self) -> None:
-        """End a pause. Harmless without one."""
         self._inbox.resume()
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
-        """Compute with other weights of the same model from the next step on; every prefix is forgotten. The arrays are
-        shared, not copied, but by the native CPU kernels, which have a layout of their own.
-
-        Arguments:
-            params: as for :class:`jaxcb.held_model.HeldModel`.
-            running: what becomes of requests that run. "restart": they keep their tokens so far, whose KV is computed
-                again with the new weights; "keep": they go on from the KV that they have.
-
-        Raises:
-            ModelError: the parameters are not those of this model.
-            EngineStoppedError: the engine has stopped.
-        """
         if running not in ("keep", "restart"):
             raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
         new = prepared(held_params(self.spec, params, self.placement), self.spec, self.config)
@@ -415,37 +444,25 @@ class Engine:
             self._runner.set_params(new)
             self._loop.emit(self._core.drain())
             if running == "restart":
-                self._scheduler.restart_all()
+                self._core.restart_all()
             else:
                 self._scheduler.prefixes.reset()
 
         self._inbox.call(swap)
 
     def sleep(self) -> None:
-        """Give the memory of the KV cache back until :meth:`wake`, to a training step, say. Requests wait meanwhile;
-        those that run compute the KV of their tokens so far again afterwards. Harmless while asleep.
-
-        Raises:
-            EngineStoppedError: the engine has stopped.
-        """
         self.pause()
 
         def drop() -> None:
             if not self._inbox.asleep:
                 self._inbox.asleep = True
                 self._loop.emit(self._core.drain())
-                self._scheduler.restart_all()
+                self._core.restart_all()
                 self._runner.drop_pages()
 
         self._inbox.call(drop)
 
     def wake(self) -> None:
-        """Take the memory of the KV cache again and go on. Harmless while awake.
-
-        Raises:
-            EngineStoppedError: the engine has stopped.
-        """
-
         def take() -> None:
             if self._inbox.asleep:
                 self._runner.take_pages()
@@ -455,11 +472,6 @@ class Engine:
         self.resume()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix. What runs goes on.
-
-        Raises:
-            EngineStoppedError: the engine has stopped.
-        """
         self._inbox.call(self._scheduler.cache.reset)
 
     @property
@@ -468,7 +480,6 @@ class Engine:
 
     @property
     def accepting(self) -> bool:
-        """False once a shutdown has begun: requests are refused."""
         return self._inbox.accepting
 
     @property
@@ -477,11 +488,9 @@ class Engine:
         return self._inbox.error is None and not self._inbox.stopping
 
     @property
-    def max_choices(self) -> int:
-        """Most answers of one request."""
-        limit = self.config.max_num_seqs
-        assert limit is not None  # the config is resolved
-        return limit
+    def limits(self) -> SchedulerLimits:
+        """What its scheduler may use."""
+        return self._scheduler.limits
 
     @property
     def num_programs(self) -> int:
@@ -489,7 +498,6 @@ class Engine:
         return len(self._runner.buckets)
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new requests, give the open ones up to ``drain_s`` seconds, abort the rest, end the threads."""
         self._inbox.stop(drain_s)
         if self._thread.is_alive():
             self._thread.join()
@@ -500,12 +508,6 @@ class Engine:
         for file in (self._step_log, self._trace):
             if file is not None:
                 file.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.shutdown()
 
     def _check_transfer(self) -> None:
         if not self.config.kv_transfer:

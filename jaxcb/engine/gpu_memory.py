@@ -7,6 +7,7 @@ fullest takes the most, by a number of arrays [S, V].
 
 from __future__ import annotations
 
+import math
 import os
 from typing import NamedTuple
 
@@ -64,22 +65,34 @@ class GPUMemory(NamedTuple):
         return f"of {self.allowed / 1e9:.2f} GB of GPU memory that the engine may take, {taken}"
 
 
+HOST_VARIABLE, HOST_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
+"""How much host memory jax may pin on machines with GPUs, and how much that is by itself."""
+
 _started = DEFAULT_FRACTION
 """The part of a GPU's memory that jax was started with, unless the variable says so."""
 
 
-def start_jax(utilization: float) -> None:
-    """Start jax so that it takes that part of a GPU's memory at once. Where it runs already, or the user has set a
-    variable of their own, nothing changes."""
+def start_jax(utilization: float, host_gib: float = 0.0) -> None:
+    """Start jax so that it takes that part of a GPU's memory at once, and may pin ``host_gib`` GiB of the host's beside
+    what it needs itself. Where it runs already, nothing changes, nor what the user has set a variable for."""
     global _started
-    if backends_are_initialized() or any(variable in os.environ for variable in VARIABLES):
+    if backends_are_initialized():
         return
-    os.environ[VARIABLES[0]] = f"{utilization:.4f}"
+    wanted = {}
+    if not any(variable in os.environ for variable in VARIABLES):
+        wanted[VARIABLES[0]] = f"{utilization:.4f}"
+    if host_gib and HOST_VARIABLE not in os.environ:
+        wanted[HOST_VARIABLE] = str(HOST_GIB + math.ceil(host_gib))
+    if not wanted:
+        return
+    os.environ.update(wanted)
     try:
         jax.devices()
     finally:
-        del os.environ[VARIABLES[0]]  # it is for this process's jax alone, not for those that it starts
-    _started = utilization
+        for variable in wanted:  # they are for this process's jax alone, not for those that it starts
+            del os.environ[variable]
+    if VARIABLES[0] in wanted:
+        _started = utilization
 
 
 def measure(utilization: float, sizes: Sizes, device: jax.Device | None = None) -> GPUMemory:

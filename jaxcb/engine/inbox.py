@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import threading
@@ -16,17 +15,23 @@ from jaxcb.engine.stream import OutputStream
 from jaxcb.errors import EngineStoppedError, RequestError
 from jaxcb.grammar import Grammar
 from jaxcb.request import FinishReason, Request
+from jaxcb.scheduler import TokenEvent
 from jaxcb.text.worker import TextUpdate
 
 T = TypeVar("T")
 
 
+Add = Callable[[list[Request], Grammar | None], None]
+"""Takes the answers of a request, and the grammar that they are held to."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """The answers of a request, and the grammar that they are held to."""
+    """A request to be given to ``add``, which may refuse it with RequestError."""
 
     choices: list[Request]
     grammar: Grammar | None
+    add: Add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +56,15 @@ class Call:
     result: Future[Any]
 
 
-Item = Arrival | Forks | Ending | Call
+@dataclasses.dataclass(frozen=True)
+class Post:
+    """Something to do between two steps that nobody waits for; what it returns goes to the clients. If it fails, so
+    does the engine."""
+
+    function: Callable[[], Sequence[TokenEvent] | None]
+
+
+Item = Arrival | Forks | Ending | Call | Post
 
 
 class Inbox:
@@ -78,6 +91,8 @@ class Inbox:
         self._items: list[Item] = []
         # Inside the engine a request goes by a key of our own: a client may use its id again at once.
         self._keys: dict[str, list[str]] = {}
+        self._ids: dict[str, str] = {}
+        """The request of a key: not its stream's, which may go by another name where it was made."""
         self._streams: dict[str, OutputStream] = {}
         self._num_opened = 0
 
@@ -95,18 +110,17 @@ class Inbox:
         if request_id in self._keys:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
 
-    def open(
-        self, request_id: str, choice: Request, index: int, loop: asyncio.AbstractEventLoop | None
-    ) -> tuple[str, OutputStream]:
-        """A key and a stream for one answer of a request. The caller holds the lock."""
+    def open(self, request_id: str, stream: OutputStream) -> str:
+        """A key for one answer of a request, which goes to this stream from now on. The caller holds the lock."""
         self._num_opened += 1
         if not self._streams:
             self.progress_s = time.monotonic()
-        key = f"{self._num_opened}-{index}-{choice.request_id}"
-        stream = OutputStream(choice, functools.partial(self.end, key, FinishReason.ABORT), loop, index)
+        key = f"{self._num_opened}-{stream.index}-{request_id}"
+        stream.given_to(functools.partial(self.end, key, FinishReason.ABORT))
         self._streams[key] = stream
+        self._ids[key] = request_id
         self._keys.setdefault(request_id, []).append(key)
-        return key, stream
+        return key
 
     def put(self, item: Item) -> None:
         with self.lock:
@@ -121,6 +135,10 @@ class Inbox:
         """Of the open answers of a request."""
         with self.lock:
             return list(self._keys.get(request_id, ()))
+
+    def key_of(self, stream: OutputStream) -> str | None:
+        """Of the open answer that goes to this stream; beam search asks for a few. The caller holds the lock."""
+        return next((key for key, other in self._streams.items() if other is stream), None)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, between two steps, and wait for its result.
@@ -206,10 +224,11 @@ class Inbox:
                 if update.finish_reason is not None:
                     self.finished[update.finish_reason] += 1
                     del self._streams[key]
-                    keys = self._keys[stream.request.request_id]
+                    request_id = self._ids.pop(key)
+                    keys = self._keys[request_id]
                     keys.remove(key)
                     if not keys:
-                        del self._keys[stream.request.request_id]
+                        del self._keys[request_id]
             if not self._streams:
                 self.lock.notify_all()
         return found

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore
-from jaxcb.engine.inbox import Arrival, Call, Ending, Inbox, Item
+from jaxcb.engine.inbox import Arrival, Call, Ending, Inbox, Item, Post
 from jaxcb.errors import RequestError
 from jaxcb.request import FinishReason
 from jaxcb.scheduler import TokenEvent
@@ -39,7 +40,12 @@ class StepLoop:
             logger.exception("the step loop failed")
             message = f"the engine failed: {type(error).__name__}: {error}"
             self._inbox.fail(message)
-            self._text.put([TextEvent(key, None, FinishReason.ERROR, error=message) for key in self._inbox.open_keys()])
+            self._text.put(
+                [
+                    TextEvent(key, None, FinishReason.ERROR, error=message, engine_failed=True)
+                    for key in self._inbox.open_keys()
+                ]
+            )
 
     def emit(self, events: list[TokenEvent]) -> None:
         """Send tokens and endings on to the text thread."""
@@ -67,24 +73,30 @@ class StepLoop:
         inbox = self._inbox
         with inbox.lock:  # until all is taken: an id counts as waiting in one place or the other
             inbox.wait(lambda: self._core.has_work)
-            endings = [event for item in inbox.take() if (event := self._take(item)) is not None]
+            items = inbox.take()
+            events = [event for item in items for event in self._take(item)]
             stopping = inbox.stopping
-        self.emit(endings)
+        if items:
+            self._core.something_came()
+        self.emit(events)
         return not stopping
 
-    def _take(self, item: Item) -> TokenEvent | None:
+    def _take(self, item: Item) -> Sequence[TokenEvent]:
         if isinstance(item, Ending):
-            return self._core.finish(item.key, item.reason)
+            event = self._core.finish(item.key, item.reason)
+            return [] if event is None else [event]
+        if isinstance(item, Post):
+            return item.function() or ()
         if isinstance(item, Call):
             try:
                 item.result.set_result(item.function())
             except Exception as error:
                 item.result.set_exception(error)
-            return None
+            return ()
         requests = item.choices if isinstance(item, Arrival) else [child for child, _ in item.children]
         try:
             if isinstance(item, Arrival):
-                self._core.add_choices(item.choices, item.grammar)
+                item.add(item.choices, item.grammar)
             else:
                 self._replaced += item.parents
                 for child, parent in item.children:
@@ -95,7 +107,7 @@ class StepLoop:
             self._text.put(
                 [TextEvent(choice.request_id, None, FinishReason.ERROR, error=str(error)) for choice in requests]
             )
-        return None
+        return ()
 
     def _end_replaced(self) -> None:
         """Their forks have been admitted, or had their chance."""

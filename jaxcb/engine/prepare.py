@@ -59,7 +59,20 @@ def check_single(request: Request) -> None:
         )
 
 
-def choice_of(request: Request, index: int) -> Request:
+def prompt_only(request: Request) -> Request:
+    """The request that computes the prompt and samples the first token of the first answer, as the request itself
+    would. Stop strings are left to whoever goes on."""
+    first = _choice_of(request, 0)
+    sampling = dataclasses.replace(first.sampling, max_tokens=1, min_tokens=min(first.sampling.min_tokens, 1), stop=())
+    return dataclasses.replace(first, sampling=sampling)
+
+
+def choices_of(request: Request) -> list[Request]:
+    """The requests of all answers, ``n`` or ``best_of`` of them."""
+    return [_choice_of(request, index) for index in range(request.sampling.num_choices)]
+
+
+def _choice_of(request: Request, index: int) -> Request:
     """The request of one answer. Its seed follows from the request's and the index, so each can be had again."""
     sampling = request.sampling
     if sampling.num_choices == 1:

@@ -22,7 +22,7 @@ from jaxcb.gather import RETRY_S, gather, when_accepted
 from jaxcb.request import Pooling, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxcb.engine.engine import Engine
+    from jaxcb.engine.serving import ServingEngine
 
 Text = str | Sequence[int]
 """Or its token ids."""
@@ -44,7 +44,7 @@ class Score:
     token_logprobs: Float[np.ndarray, "n"]
 
 
-def embed_requests(engine: Engine, texts: Sequence[Text], pooling: Pooling) -> list[Request]:
+def embed_requests(engine: ServingEngine, texts: Sequence[Text], pooling: Pooling) -> list[Request]:
     """What :func:`embeddings` wants the outputs of."""
     if pooling is None:
         raise RequestError('pooling must be "last" or "mean", got None', param="pooling")
@@ -62,7 +62,7 @@ def embed_requests(engine: Engine, texts: Sequence[Text], pooling: Pooling) -> l
     ]
 
 
-def embeddings(engine: Engine, outputs: Iterable[RequestOutput], *, normalize: bool) -> Float[np.ndarray, "n E"]:
+def embeddings(engine: ServingEngine, outputs: Iterable[RequestOutput], *, normalize: bool) -> Float[np.ndarray, "n E"]:
     rows = []
     for output in outputs:
         assert output.embedding is not None, "pooling asks for it"
@@ -71,7 +71,7 @@ def embeddings(engine: Engine, outputs: Iterable[RequestOutput], *, normalize: b
     return values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12) if normalize else values
 
 
-def score_requests(engine: Engine, pairs: Sequence[tuple[Text, Text]]) -> list[Request]:
+def score_requests(engine: ServingEngine, pairs: Sequence[tuple[Text, Text]]) -> list[Request]:
     """What :func:`scores` wants the outputs of. A context and its continuation are read as one text, and cut where the
     context alone would end."""
     requests = []
@@ -123,7 +123,7 @@ def scores(requests: Sequence[Request], outputs: Iterable[RequestOutput]) -> lis
     return results
 
 
-def complete(engine: Engine, requests: Sequence[Request]) -> Iterable[RequestOutput]:
+def complete(engine: ServingEngine, requests: Sequence[Request]) -> Iterable[RequestOutput]:
     """Final outputs in order, with a bounded number of requests in the engine.
 
     Raises:
@@ -149,7 +149,7 @@ def complete(engine: Engine, requests: Sequence[Request]) -> Iterable[RequestOut
             stream.abort()
 
 
-async def complete_async(engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
+async def complete_async(engine: ServingEngine, requests: Sequence[Request]) -> list[RequestOutput]:
     """The same for a coroutine."""
     for request in requests:
         engine.check_request(request)
@@ -171,7 +171,7 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-def _ids_of(engine: Engine, text: Text, where: str) -> list[int]:
+def _ids_of(engine: ServingEngine, text: Text, where: str) -> list[int]:
     if isinstance(text, str):
         return engine.tokenizer.encode(text, max_tokens=engine.config.max_model_len)
     return validation.token_ids(where, text)

@@ -32,7 +32,7 @@ from jaxcb.sizing import (
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.kv_pool import SCALE_BYTES
 from jaxcb.step.runner import RunnerShape
-from pallas_kernels import default_backend
+from pallas_kernels import default_backend, mosaic
 from pallas_kernels.platform import platform
 
 logger = logging.getLogger(__name__)
@@ -165,11 +165,15 @@ def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend
             "(python -m jaxcb.native says why)",
             param="quantization",
         )
-    if config.kv_cache_dtype == "int8" and backend == "triton":
-        raise ConfigError("kv_cache_dtype int8 is for backends native and xla, not for triton", param="kv_cache_dtype")
-    if config.fast_norm and (backend != "triton" or config.deterministic):
-        other = "deterministic" if backend == "triton" else f"backend {backend}"
+    on_gpu_kernels = backend in ("triton", "mosaic")
+    if config.kv_cache_dtype == "int8" and on_gpu_kernels:
+        message = f"kv_cache_dtype int8 is for backends native and xla, not for {backend}"
+        raise ConfigError(message, param="kv_cache_dtype")
+    if config.fast_norm and (not on_gpu_kernels or config.deterministic):
+        other = "deterministic" if on_gpu_kernels else f"backend {backend}"
         raise ConfigError(f"fast_norm is for the kernels of backend triton, not for {other}", param="fast_norm")
+    if backend == "mosaic":
+        _require_mosaic(config, spec, dtype)
     if backend == "triton" and platform() == "cpu" and dtype != jnp.float32:
         raise ConfigError(
             f"backend triton runs in an interpreter on a CPU, for tests, and in float32 only, got {dtype}",
@@ -190,6 +194,20 @@ def _backend_of_part(config: EngineConfig) -> Backend:
     if asked is None and platform() == "cpu":
         logger.info("XLA runs this model: the native CPU kernels run on one device")
     return asked or default_backend()
+
+
+def _require_mosaic(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> None:
+    reason = mosaic.why_not(
+        dtype=dtype,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=config.page_size,
+    )
+    if config.deterministic:
+        reason = "deterministic attends to single tokens in the tiles of chunks, which it can't"
+    if reason is not None:
+        raise ConfigError(f"backend mosaic can't be used: {reason}; take triton, or leave it out", param="backend")
 
 
 def backend_of(config: EngineConfig) -> Backend:

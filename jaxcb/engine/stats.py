@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+State = Literal["ok", "stalled", "stopped"]
+STALLED_S = 60.0
+"""With work and without a step for so long, an engine hangs (vllm#17972: a hang with /health at 200)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,8 @@ class EngineStats:
     """Host pages of prefixes that the device had no room for."""
     host_pages_brought_back: int = 0
     """Of these, how many a hit has moved back to the device so far."""
+    host_page_s: float = 0.0
+    """Seconds in which a page moves over the host link, one way, as "auto" preemption takes it."""
     steps: int
     compiles: int = 0
     """Programs compiled after the start. Anything but 0 is a fault."""
@@ -39,3 +48,31 @@ class EngineStats:
     uptime_s: float
     stalled_s: float = 0.0
     """Since a step was last done although there is work; 0 while there is none, and in a pause."""
+    healthy: bool = True
+    """False once the step loop has failed or was shut down."""
+
+    @property
+    def state(self) -> State:
+        if not self.healthy:
+            return "stopped"
+        return "stalled" if self.stalled_s >= STALLED_S else "ok"
+
+    @classmethod
+    def total(cls, parts: Sequence[EngineStats]) -> EngineStats:
+        """Of several engines as of one: sums, of times the longest, healthy if one of them is."""
+        sums = {
+            field.name: sum(getattr(part, field.name) for part in parts)
+            for field in dataclasses.fields(cls)
+            if field.type == "int"
+        }
+        finished: Counter[str] = Counter()
+        for part in parts:
+            finished.update(part.finished)
+        return cls(
+            **sums,
+            finished=dict(finished),
+            uptime_s=max(part.uptime_s for part in parts),
+            host_page_s=max(part.host_page_s for part in parts),
+            stalled_s=max(part.stalled_s for part in parts),
+            healthy=any(part.healthy for part in parts),
+        )

@@ -22,6 +22,9 @@ class OutputStream:
     they are read are merged into one, so a stream that nobody reads holds no more than its request's answer. As a
     context manager (``with`` or ``async with``) it drops the request when the block is left before the end; so does
     cancelling the task that awaits it.
+
+    Whoever hands a request from one place to another (a queue, then an engine, then another engine) makes the stream
+    himself, passes it on (:meth:`given_to`) and may have its end told first (``at_end``).
     """
 
     def __init__(
@@ -30,6 +33,11 @@ class OutputStream:
         self.request, self.index = request, index
         self.loop = loop
         self._abort = abort
+        self.num_delivered = 0
+        """Tokens of the answer that came out of an engine, read or not."""
+        self.at_end: Callable[[TextUpdate], bool] | None = None
+        """Called on an engine's text thread with the update that ends its part, before that is delivered. True: the
+        reader isn't to see it, for the answer goes on elsewhere."""
         self._finished = False
         self._token_ids: list[int] = []
         self._text = ""
@@ -50,6 +58,10 @@ class OutputStream:
                 self._on_end = call
                 return
         call()
+
+    def given_to(self, abort: Callable[[], None]) -> None:
+        """The request is in other hands: ``abort`` ends it from now on."""
+        self._abort = abort
 
     def abort(self) -> None:
         """Drop the request: its pages are freed within a step. Harmless after the end."""
@@ -137,6 +149,7 @@ class OutputStream:
             finish_reason=update.finish_reason,
             stop_reason=update.stop_reason,
             error=update.error,
+            engine_failed=update.engine_failed,
             num_cached_tokens=update.num_cached_tokens,
             num_preemptions=update.num_preemptions,
             arrival_s=self.request.arrival_s,
@@ -154,6 +167,9 @@ def deliver(updates: Iterable[tuple[OutputStream, TextUpdate]]) -> None:
     """Hand updates over from the engine's side: one wake-up of each asyncio loop, however many streams it has."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, TextUpdate]]] = {}
     for stream, update in updates:
+        stream.num_delivered += len(update.token_ids)
+        if update.finish_reason is not None and stream.at_end is not None and stream.at_end(update):
+            continue
         if stream.loop is None:
             stream.put(update)
         else:
@@ -177,3 +193,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def nobody() -> None:
+    """Who ends the request of a stream that was given to nobody yet."""

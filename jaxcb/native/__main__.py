@@ -27,7 +27,8 @@ def main() -> int:
     reason = native.why_not_loaded()
     library = loaded()
     if library is not None:
-        print(f"loaded and tested: {library.variant}, {library.path}")
+        made = "prebuilt" if library.prebuilt else "compiled here"
+        print(f"loaded and tested: {library.variant}, {library.path}, {made}")
     if asked not in (None, "native"):
         print(f"backend: {asked}, because {native.VARIABLE} says so")
         return 1

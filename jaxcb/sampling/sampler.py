@@ -20,9 +20,8 @@ from jaxcb.sampling.controls import Controls, adjust
 from jaxcb.sampling.truncation import (
     exclude_top_choices,
     keep_min_p,
-    keep_top_k,
+    keep_top_k_top_p,
     keep_top_n_sigma,
-    keep_top_p,
     keep_typical,
 )
 from pallas_kernels.platform import platform
@@ -88,8 +87,7 @@ def sample(
     else:
         if controls is not None and tier is Tier.FULL:
             scaled = keep_top_n_sigma(scaled, controls.top_n_sigma)
-        weights = keep_min_p(_weights(scaled), draws.min_p)
-        weights = keep_top_p(keep_top_k(weights, draws.top_k), draws.top_p)
+        weights = keep_top_k_top_p(keep_min_p(_weights(scaled), draws.min_p), draws.top_k, draws.top_p)
         if controls is not None and tier is Tier.FULL:
             weights = keep_typical(weights, controls.typical_p)
             weights = exclude_top_choices(weights, controls.xtc_probability, controls.xtc_threshold, uniform[:, 1])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxcb.sampling.threshold import kth_largest, mass_threshold
+from pallas_kernels import least_kept_weight
+from pallas_kernels.xla.threshold import mass_threshold
 
 
 def at_least(weights: Float[Array, "S V"], threshold: Float[Array, "S"]) -> Float[Array, "S V"]:
@@ -21,15 +22,12 @@ def keep_min_p(weights: Float[Array, "S V"], min_p: Float[Array, "S"]) -> Float[
     return at_least(weights, min_p)
 
 
-def keep_top_k(weights: Float[Array, "S V"], top_k: Int[Array, "S"]) -> Float[Array, "S V"]:
-    """The k likeliest tokens, and those that tie with the k-th. 0 keeps all."""
-    V = weights.shape[1]
-    return at_least(weights, kth_largest(weights, jnp.where((top_k <= 0) | (top_k > V), V, top_k)))
-
-
-def keep_top_p(weights: Float[Array, "S V"], top_p: Float[Array, "S"]) -> Float[Array, "S V"]:
-    """The likeliest tokens whose share of what is left reaches ``top_p`` (Holtzman et al. 2020). 1 keeps all."""
-    return at_least(weights, mass_threshold(weights, weights, top_p))
+def keep_top_k_top_p(
+    weights: Float[Array, "S V"], top_k: Int[Array, "S"], top_p: Float[Array, "S"]
+) -> Float[Array, "S V"]:
+    """The k likeliest tokens, and those that tie with the k-th; of what is left, the likeliest whose share reaches
+    ``top_p`` (Holtzman et al. 2020). k = 0 and p = 1 keep all."""
+    return at_least(weights, least_kept_weight(weights, top_k, top_p))
 
 
 def keep_top_n_sigma(logits: Float[Array, "S V"], n: Float[Array, "S"]) -> Float[Array, "S V"]:

@@ -35,7 +35,7 @@ class Admission:
         if not self._is_open():
             return
         if self._limits.reservation == "guaranteed":
-            self._promised = sum(self._pages_to_come(sequence) for sequence in self._running.values())
+            self._promised = sum(map(self._memory.pages_to_come, self._running.values()))
         num_set_aside = 0
         while budget.left and self.has_place and (sequence := self._queue.head()):
             if sequence.last_step > self._memory.last_committed:
@@ -56,7 +56,8 @@ class Admission:
     @property
     def has_place(self) -> bool:
         """One more sequence may run."""
-        return len(self._running) < self._limits.max_num_seqs and bool(self._memory.free_slots)
+        num_seats_taken = len(self._running) + self._memory.num_reserved
+        return num_seats_taken < self._limits.max_num_seqs and bool(self._memory.free_slots)
 
     def pages_needed(self, sequence: Sequence) -> int:
         """Free pages that its admission takes."""
@@ -94,8 +95,4 @@ class Admission:
         self._roster.admit(sequence, start)
         self._last_admission = self._num_plans
         if self._limits.reservation == "guaranteed":
-            self._promised += self._pages_to_come(sequence)
-
-    def _pages_to_come(self, sequence: Sequence) -> int:
-        """Pages that a running sequence may still take."""
-        return self._limits.num_pages(sequence.max_total_tokens) - len(sequence.pages)
+            self._promised += self._memory.pages_to_come(sequence)

@@ -95,15 +95,18 @@ class Commit:
 
     def _end(self, index: int) -> None:
         """End a sequence if its newest token, the one at ``index``, is an end token, or the last that fits."""
-        sequence, token_id = self.tokens.sequences[index], self.tokens.token_ids[index]
-        sampling = sequence.request.sampling
-        if token_id in sequence.end_ids and sequence.num_generated > sampling.min_tokens:
-            stop_id = token_id if token_id in sampling.stop_token_ids else None
-            event = TokenEvent(sequence, token_id, FinishReason.STOP, stop_id)
-        elif len(sequence.token_ids) >= sequence.max_total_tokens:
-            event = TokenEvent(sequence, token_id, FinishReason.LENGTH)
-        else:
-            return
-        assert event.finish_reason is not None
-        self.tokens.endings[index] = event
-        self._roster.retire(sequence, event.finish_reason)
+        event = ending(self.tokens.sequences[index], self.tokens.token_ids[index])
+        if event is not None and event.finish_reason is not None:
+            self.tokens.endings[index] = event
+            self._roster.retire(event.sequence, event.finish_reason)
+
+
+def ending(sequence: Sequence, token_id: int) -> TokenEvent | None:
+    """The event of a sequence's newest token if the sequence ends with it."""
+    sampling = sequence.request.sampling
+    if token_id in sequence.end_ids and sequence.num_generated > sampling.min_tokens:
+        stop_id = token_id if token_id in sampling.stop_token_ids else None
+        return TokenEvent(sequence, token_id, FinishReason.STOP, stop_id)
+    if len(sequence.token_ids) >= sequence.max_total_tokens:
+        return TokenEvent(sequence, token_id, FinishReason.LENGTH)
+    return None

@@ -60,13 +60,17 @@ class SequenceMemory:
         """Waiting sequences whose KV lies in host memory."""
         self.num_deferred_pages = 0
         """Pages that come back when a step in flight commits."""
+        self.num_reserved = 0
+        """Sequences that have pages and a slot for KV that comes from another engine."""
+        self.lent: dict[str, list[int]] = {}
+        """Pages that another engine is taking the content of, by request; each has a reference of its own."""
         self._deferred: dict[int, list[tuple[list[int], int]]] = {}  # step -> pages and slots (-1: none) to free then
 
     # ------------------------------------------------------------------ at admission
 
     def start_of(self, sequence: Sequence) -> Start:
         """Where the sequence can start from: its parent's pages, its own in host memory, or the prefix cache."""
-        limits, size = self.limits, self.limits.page_size
+        size = self.limits.page_size
         num_tokens = len(sequence.token_ids)
         root = self.cache.root(sequence.salt)
         reusable = num_tokens - 1
@@ -90,8 +94,7 @@ class SequenceMemory:
                 shared = [*match.pages, *parent.pages[len(match.pages) : full]]
                 copy_of = parent.pages[full] if common % size else 0
                 num_computed = common
-        total = limits.num_pages(limits.max_model_len) if limits.reservation == "full" else num_tokens // size + 1
-        num_new = total - len(shared) - behind
+        num_new = self.pages_at_start(num_tokens) - len(shared) - behind
         num_free_needed = num_new + self.cache.num_to_take(shared)
         return Start(shared, match, copy_of, behind, host_pages, num_computed, num_new, num_free_needed)
 
@@ -106,15 +109,65 @@ class SequenceMemory:
         moves.into += zip(start.host_pages, new, strict=False)
         self.forget_swapped(sequence)
         sequence.pages = pages + [TRASH_PAGE] * start.num_behind_window + new
+        sequence.slot = self.free_slots.pop()
+        sequence.num_behind_window = start.num_behind_window
+        self._know_beginning(sequence, start.match)
+        self._start(sequence, start.num_computed)
+
+    def pages_at_start(self, num_tokens: int) -> int:
+        """Pages of a sequence that starts with so many tokens, one more included."""
+        limits = self.limits
+        if limits.reservation == "full":
+            return limits.num_pages(limits.max_model_len)
+        return num_tokens // limits.page_size + 1
+
+    def pages_to_come(self, sequence: Sequence) -> int:
+        """Pages that a sequence which has some may still take."""
+        return self.limits.num_pages(sequence.max_total_tokens) - len(sequence.pages)
+
+    def _know_beginning(self, sequence: Sequence, match: Match) -> None:
+        sequence.root = self.cache.root(sequence.salt)
+        sequence.num_registered_pages, sequence.prefix_node = len(match.pages), match.node
+        if sequence.num_behind_window or not self.cache.enabled:
+            sequence.num_registered_pages = NEVER  # the beginning is gone, so nobody could find what follows
+
+    def _start(self, sequence: Sequence, num_computed: int) -> None:
+        """Its pages are there, with the KV of so many positions."""
         sequence.capacity = len(sequence.pages) * self.limits.page_size
         sequence.pause_at = min(sequence.capacity, sequence.max_total_tokens - 1)
-        sequence.slot = self.free_slots.pop()
-        sequence.num_prefilled = sequence.num_scheduled = start.num_computed
+        sequence.num_prefilled = sequence.num_scheduled = num_computed
         sequence.num_at_admission = len(sequence.token_ids)
-        sequence.num_behind_window, sequence.root = start.num_behind_window, self.cache.root(sequence.salt)
-        sequence.num_registered_pages, sequence.prefix_node = len(start.match.pages), start.match.node
-        if start.num_behind_window or not self.cache.enabled:
-            sequence.num_registered_pages = NEVER  # the beginning is gone, so nobody could find what follows
+
+    # ------------------------------------------------------------------ KV that comes from, or goes to, another engine
+
+    def reserve(self, sequence: Sequence, match: Match, num_new: int) -> None:
+        """Pages and a slot for a sequence that isn't admitted yet. The caller has checked that they are free."""
+        sequence.pages = self.cache.take(match.pages) + self.pool.allocate(num_new)
+        sequence.slot = self.free_slots.pop()
+        self._know_beginning(sequence, match)
+        self.num_reserved += 1
+
+    def seat(self, sequence: Sequence) -> None:
+        """The KV of its whole prompt is in the reserved pages, and its first token is known: it runs with them."""
+        self.num_reserved -= 1
+        sequence.is_new = True
+        self._start(sequence, sequence.num_prompt_tokens)
+
+    def release_reserved(self, sequence: Sequence) -> None:
+        """A reservation comes to nothing."""
+        self.num_reserved -= 1
+        self.give_back(sequence)
+
+    def lend(self, request_id: str, pages: Iterable[int]) -> None:
+        """Hold on to pages, also when their sequence has left, until :meth:`returned`."""
+        held = self.lent.setdefault(request_id, [])
+        for page in pages:
+            self.pool.retain(page)
+            held.append(page)
+
+    def returned(self, request_id: str) -> None:
+        """Another engine has, or never wants, what was lent to it for this request. Harmless if that was nothing."""
+        self.pool.release(reversed(self.lent.pop(request_id, [])))
 
     # ------------------------------------------------------------------ while it runs
 
@@ -183,7 +236,7 @@ class SequenceMemory:
         sequence.num_scheduled = sequence.num_prefilled = sequence.num_registered_pages = 0
         sequence.num_behind_window, sequence.root = 0, None
         sequence.twins = {}
-        sequence.decoding = False
+        sequence.decoding = sequence.is_new = False
         sequence.look_at = 0
         sequence.last_step, sequence.valid_from = self.last_planned, self.last_planned + 1
         self.last_given_back = self.last_planned
@@ -208,14 +261,15 @@ class SequenceMemory:
             self._free(pages, slot)
 
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless every reference to a page, every host page and every slot is accounted for."""
+        """Raise AssertionError unless every reference to a page, every host page and every slot is accounted for.
+        ``running``: those with pages and slots, reserved ones included."""
         running = list(running)
         self.cache.check()
         references = [0] * (self.pool.num_pages + 1)
         deferred = [entry for entries in self._deferred.values() for entry in entries]
         tables = [_leaves_first(sequence, range(len(sequence.pages))) for sequence in running]
         tables += [pages for pages, _ in deferred]
-        for pages in [*tables, self.cache.pinned_pages]:
+        for pages in [*tables, self.cache.pinned_pages, *self.lent.values()]:
             for page in pages:
                 references[page] += 1
         for page in range(1, self.pool.num_pages + 1):

@@ -62,7 +62,9 @@ class Preemption:
     def _should_swap(self, sequence: Sequence) -> bool:
         """Whether the victim's KV moves to host memory, rather than being computed again.
 
-        "auto" compares moving its pages there and back with what its tokens add to later steps.
+        "auto" compares moving its pages there and back, over the link as it was measured, with what computing its
+        tokens again adds to later steps, by the model that is fitted to the steps so far. Short contexts are computed
+        sooner than moved, long ones, whose chunks read all that came before, the other way round.
         """
         limits, fit = self._limits, self._step_time
         if limits.preemption == "recompute":
@@ -70,9 +72,10 @@ class Preemption:
         num_pages = limits.num_pages(sequence.num_scheduled) - sequence.num_behind_window
         if num_pages > self._memory.host.num_free:
             return False
-        return limits.preemption == "swap" or (
-            fit.fitted and 2 * num_pages * self.host_page_s < sequence.num_scheduled * fit.token_s
-        )
+        if limits.preemption == "swap":
+            return True
+        recompute_s = fit.recompute_s(sequence.num_scheduled, limits.chunk_limit) if fit.fitted else 0.0
+        return 2 * num_pages * self.host_page_s < recompute_s
 
 
 def num_pages_needed(decoding: list[Sequence]) -> int:

@@ -45,12 +45,16 @@ class WaitingQueue:
         Raises:
             RequestError: a policy or a predictor of the user's fails for it; it isn't queued.
         """
-        sequence.rank = True, 0 if self._policy.looks_at else self._key_of(sequence), sequence.ticket
+        self.rank(sequence)
         self._by_age[sequence.request.request_id] = sequence
         if held_back:
             self._held_back.add(sequence)
         else:
             self._push(sequence)
+
+    def rank(self, sequence: Sequence) -> None:
+        """What a newcomer is sorted by. Errors as for :meth:`add`."""
+        sequence.rank = True, 0 if self._policy.looks_at else self._key_of(sequence), sequence.ticket
 
     def let_go(self, sequence: Sequence) -> None:
         """A sequence that was held back may be offered. Harmless if it has left."""

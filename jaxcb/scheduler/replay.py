@@ -24,10 +24,13 @@ from typing import Any, TextIO
 from jaxcb.errors import JaxcbError, RequestError
 from jaxcb.paging import PrefixCache
 from jaxcb.request import FinishReason, Request, SamplingParams
+from jaxcb.scheduler.handover import Handover
 from jaxcb.scheduler.knobs import SchedulerLimits
-from jaxcb.scheduler.plan import Sampled, StepPlan, StepTokens
+from jaxcb.scheduler.memory import SequenceMemory
+from jaxcb.scheduler.plan import Sampled, StepPlan, StepTokens, TokenEvent
 from jaxcb.scheduler.policy import Key
 from jaxcb.scheduler.prefixes import Prefixes
+from jaxcb.scheduler.roster import Roster
 from jaxcb.scheduler.scheduler import Scheduler
 from jaxcb.scheduler.sequence import Sequence
 
@@ -49,6 +52,7 @@ class RecordingScheduler(Scheduler):
         values = {name: _plain(value) for name, value in dataclasses.asdict(limits).items()}
         self._write({"limits": values, "eos_token_ids": sorted(eos_token_ids)})
         self.prefixes = _RecordingPrefixes(limits, self.cache, self._write)
+        self.handover = _RecordingHandover(limits, self._memory, self.roster, self._write)
 
     def add(self, request: Request, *, parent_id: str | None = None) -> Sequence:
         self._write({"add": _of_request(request), "parent_id": parent_id})
@@ -69,6 +73,7 @@ class RecordingScheduler(Scheduler):
     def restart_all(self) -> None:
         self._write({"restart_all": None})
         prefixes, self.prefixes = self.prefixes, Prefixes(self.limits, self.cache)  # one line says it all
+        assert not self.handover.expected, "the engine takes over what is expected before"
         super().restart_all()
         self.prefixes = prefixes
 
@@ -114,6 +119,46 @@ class _RecordingPrefixes(Prefixes):
     def place(self, token_ids: Seq[int], cache_salt: str = "") -> list[tuple[int, int]]:
         self._write({"place_prefix": list(token_ids), "cache_salt": cache_salt})
         return super().place(token_ids, cache_salt)
+
+
+class _RecordingHandover(Handover):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        memory: SequenceMemory,
+        roster: Roster,
+        write: Callable[[dict[str, Any]], None],
+    ):
+        super().__init__(limits, memory, roster)
+        self._write = write
+
+    def expect(self, requests: Seq[Request]) -> list[Sequence]:
+        self._write({"expect": [_of_request(request) for request in requests]})
+        return super().expect(requests)
+
+    def reserve(self, sequence: Sequence) -> int | None:
+        self._write({"reserve": sequence.request.request_id})
+        return super().reserve(sequence)
+
+    def first_token(self, sequence: Sequence, token_id: int, num_cached_tokens: int) -> TokenEvent:
+        self._write({"first_token": sequence.request.request_id, "token_id": token_id, "cached": num_cached_tokens})
+        return super().first_token(sequence, token_id, num_cached_tokens)
+
+    def adopt(self, sequence: Sequence) -> None:
+        self._write({"adopt": sequence.request.request_id})
+        super().adopt(sequence)
+
+    def take_over(self, sequence: Sequence) -> None:
+        self._write({"take_over": sequence.request.request_id})
+        super().take_over(sequence)
+
+    def lend(self, request_id: str, pages: Seq[int]) -> None:
+        self._write({"lend": request_id, "pages": list(pages)})
+        super().lend(request_id, pages)
+
+    def returned(self, request_id: str) -> None:
+        self._write({"returned": request_id})
+        super().returned(request_id)
 
 
 def checksum(plan: StepPlan | None) -> int | None:
@@ -182,6 +227,15 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any], list[StepPlan]], object]]
     "unpin_prefixes": lambda s, event, plans: s.prefixes.unpin(),
     "reset_prefixes": lambda s, event, plans: s.prefixes.reset(),
     "place_prefix": lambda s, event, plans: s.prefixes.place(event["place_prefix"], event["cache_salt"]),
+    "expect": lambda s, event, plans: s.handover.expect([_request(fields) for fields in event["expect"]]),
+    "reserve": lambda s, event, plans: s.handover.reserve(_expected(s, event["reserve"])),
+    "first_token": lambda s, event, plans: s.handover.first_token(
+        _expected(s, event["first_token"]), event["token_id"], event["cached"]
+    ),
+    "adopt": lambda s, event, plans: s.handover.adopt(_expected(s, event["adopt"])),
+    "take_over": lambda s, event, plans: s.handover.take_over(_expected(s, event["take_over"])),
+    "lend": lambda s, event, plans: s.handover.lend(event["lend"], event["pages"]),
+    "returned": lambda s, event, plans: s.handover.returned(event["returned"]),
     "host_page_s": lambda s, event, plans: s.set_host_page_s(event["host_page_s"]),
     "commit": lambda s, event, plans: s.commit(plans[event["commit"]], event["sampled"]),
     "observe": lambda s, event, plans: s.observe(plans[event["observe"]], event["seconds"]),
@@ -192,6 +246,13 @@ def _found(scheduler: Scheduler, request_id: str) -> Sequence:
     sequence = scheduler.roster.find(request_id)
     if sequence is None:
         raise LookupError(f"there is no request {request_id!r}")
+    return sequence
+
+
+def _expected(scheduler: Scheduler, request_id: str) -> Sequence:
+    sequence = scheduler.handover.expected.get(request_id)
+    if sequence is None:
+        raise LookupError(f"no request {request_id!r} is expected")
     return sequence
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from jaxcb.errors import RequestError
@@ -79,7 +80,13 @@ class Roster:
     # ------------------------------------------------------------------ a sequence's life
 
     def queue_up(self, request: Request, parent: Sequence | None, *, held_back: bool) -> Sequence:
-        """Make a sequence of a request that has been checked."""
+        """Make a sequence of a request that has been checked, and queue it."""
+        sequence = self.make(request, parent)
+        self.waiting.add(sequence, held_back=held_back)
+        return sequence
+
+    def make(self, request: Request, parent: Sequence | None) -> Sequence:
+        """A sequence of a request that has been checked, in no queue."""
         max_tokens = request.sampling.max_tokens
         token_ids = list(request.prompt_token_ids)
         sequence = Sequence(
@@ -92,7 +99,6 @@ class Roster:
             ticket=self._num_added,
         )
         self._num_added += 1
-        self.waiting.add(sequence, held_back=held_back)
         return sequence
 
     def admit(self, sequence: Sequence, start: Start) -> None:
@@ -105,10 +111,22 @@ class Roster:
         sequence.status = Status.RUNNING
         self._view.was_admitted(sequence)
         if not sequence.admitted_once:
-            sequence.admitted_once = True
-            sequence.num_cached_tokens = sequence.num_computed
-            self.counters.prompt_tokens += sequence.num_prompt_tokens
-            self.counters.prompt_tokens_cached += sequence.num_cached_tokens
+            self._count_admission(sequence, sequence.num_computed)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Let a sequence run whose prompt another engine has computed, and which has its pages and its slot."""
+        self.waiting.rank(sequence)
+        self.running[sequence.request.request_id] = sequence
+        self._sort_again = True
+        sequence.status = Status.RUNNING
+        self._view.was_admitted(sequence)
+        self._count_admission(sequence, sequence.num_cached_tokens)
+
+    def _count_admission(self, sequence: Sequence, num_cached_tokens: int) -> None:
+        sequence.admitted_once = True
+        sequence.num_cached_tokens = num_cached_tokens
+        self.counters.prompt_tokens += sequence.num_prompt_tokens
+        self.counters.prompt_tokens_cached += num_cached_tokens
 
     def preempt(self, sequence: Sequence, *, swap: bool) -> None:
         """Take a running sequence's pages. It comes back first, and computes its tokens again or takes its KV back."""
@@ -147,9 +165,10 @@ class Roster:
             self.waiting.let_go(follower)
         sequence.followers = ()
 
-    def check(self) -> None:
+    def check(self, expected: Iterable[Sequence] = ()) -> None:
         """Raise AssertionError unless every invariant of pages, slots and counters holds."""
-        self._memory.check(self.running.values(), self.waiting)
+        reserved = [sequence for sequence in expected if sequence.slot >= 0]
+        self._memory.check([*self.running.values(), *reserved], self.waiting)
         assert len(self.running) <= self._limits.max_num_seqs
         for sequence in self.running.values():
             assert sequence.status is Status.RUNNING

@@ -114,7 +114,8 @@ def chunk_row(chunk: Chunk) -> PlanRow:
     end = start + chunk.num_tokens
     samples = end == len(sequence.token_ids)
     row = PlanRow(sequence, sequence.slot, sequence.token_ids[start:end], start, samples)
-    if chunk.is_new:
+    if chunk.is_new or sequence.is_new:
+        sequence.is_new = False
         row.new_pages = list(sequence.pages)  # the slot's table still holds its last owner's
     sequence.num_scheduled = end
     sequence.decoding = samples

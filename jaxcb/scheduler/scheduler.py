@@ -25,6 +25,7 @@ from jaxcb.scheduler.admission import Admission
 from jaxcb.scheduler.checks import check_request
 from jaxcb.scheduler.chunks import Chunk, PromptBudget, prompt_tokens
 from jaxcb.scheduler.commit import Commit
+from jaxcb.scheduler.handover import Handover
 from jaxcb.scheduler.knobs import SchedulerLimits
 from jaxcb.scheduler.load import load_of
 from jaxcb.scheduler.memory import SequenceMemory
@@ -67,6 +68,8 @@ class Scheduler:
         self.roster = Roster(limits, eos_token_ids, self._memory, self._policy)
         self.counters = self.roster.counters
         self._admission = Admission(limits, self._memory, self.roster)
+        self.handover = Handover(limits, self._memory, self.roster)
+        """Sequences whose prompt another engine computes, and pages that other engines take."""
         self.preemption = Preemption(limits, self._policy, self._memory, self.roster, self.step_time)
         self.weighs_swaps = limits.preemption == "auto" and limits.num_host_pages > 0
         """Preemption compares what moving and what recomputing take."""
@@ -133,6 +136,8 @@ class Scheduler:
         sequence = self.roster.find(request_id)
         if sequence is not None:
             self.roster.retire(sequence, reason)
+        elif (sequence := self.handover.expected.get(request_id)) is not None:
+            self.handover.finish(sequence, reason)
         return sequence
 
     def foresee(self, sequence: Sequence, token_ids: Seq[int]) -> None:
@@ -144,7 +149,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.roster.waiting)
+        return len(self.roster.waiting) + len(self.handover.expected)
 
     @property
     def num_running(self) -> int:
@@ -157,6 +162,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
+        """Some that a plan may name; those whose prompt another engine computes are not among them."""
         return bool(self.roster.waiting or self.roster.running)
 
     @property
@@ -255,11 +261,13 @@ class Scheduler:
             self.roster.preempt(sequence, swap=False)
         for sequence in self.roster.waiting:
             self._memory.forget_swapped(sequence)
+        self.handover.take_over_all()
         self.prefixes.reset()
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant of pages, slots and counters holds."""
-        self.roster.check()
+        self.roster.check(self.handover.expected.values())
+        self.handover.check()
 
     # ------------------------------------------------------------------ inside a plan
 

@@ -61,6 +61,8 @@ class Sequence:
     last_step: int = -1
     """When it last gave its pages back, the newest step then: the last that can name it."""
 
+    is_new: bool = False
+    """It was adopted, and the device has none of its pages in its block table."""
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     """The block table: page of positions [i * page_size, (i + 1) * page_size) at index i. The trash page stands for

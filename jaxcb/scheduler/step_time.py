@@ -50,10 +50,13 @@ class StepTimeFit:
         fixed, per_token, per_context = self._solve()
         return fixed + per_token * num_tokens + per_context * num_context / 1e3
 
-    @property
-    def token_s(self) -> float:
-        """Seconds that a token adds to a step."""
-        return self._solve()[1]
+    def recompute_s(self, num_tokens: int, chunk: int) -> float:
+        """Seconds that a prompt of so many tokens adds to steps, in chunks of at most ``chunk``: of its tokens, and of
+        the KV that each chunk reads, which is all of the prompt up to its end."""
+        _, per_token, per_context = self._solve()
+        whole, rest = divmod(num_tokens, chunk)
+        positions = chunk * whole * (whole + 1) // 2 + (num_tokens if rest else 0)
+        return per_token * num_tokens + per_context * positions / 1e3
 
     def tokens_within(self, seconds: float, num_context: int) -> float:
         """Tokens of the largest step that takes ``seconds``, with two standard errors kept back. May be negative."""

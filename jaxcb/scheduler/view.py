@@ -62,7 +62,11 @@ class View:
 
     def has_finished(self, sequence: Sequence) -> None:
         """By itself, so that its length says something."""
-        self._observed.learn(sequence.num_prompt_tokens, sequence.num_generated)
+        self.learn(sequence.num_prompt_tokens, sequence.num_generated)
+
+    def learn(self, num_prompt_tokens: int, num_generated: int) -> None:
+        """An answer came to its end by itself after so many tokens."""
+        self._observed.learn(num_prompt_tokens, num_generated)
 
 
 def _predicted(predictor: Callable[[Request], float], request: Request) -> float:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(config: EngineConfig, options: ServeOptions) -> int:
     """The socket comes first: a port in use is known at once, not after minutes of loading."""
-    from jaxcb.serve import server
+    from jaxcb.serve import disaggregation, server
     from jaxcb.text import chat
 
     begun_s = time.monotonic()
@@ -44,13 +44,12 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
     sock = server.bind(options.host, options.port)
     gc.disable()  # while imports make a million objects that stay, searches for garbage would take a tenth of the time
     # jax takes seconds to import: not for --help, and not before the port is known to be free
-    from jaxcb.engine import Engine
     from jaxcb.serve.app import make_app
     from jaxcb.serve.banner import banner
 
     # After jax: two threads that import its extension and numpy at once can fail.
     threading.Thread(target=chat.preload, name="jaxcb-preload", daemon=True).start()
-    engine = Engine.start(config)
+    engine, stop = disaggregation.start(config, options.disaggregation)
     try:
         if options.chat_template is not None:
             engine.tokenizer.chat_template = options.chat_template
@@ -82,6 +81,7 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
         with _profiled(options.profile):
             server.run(app, service, sock, drain_timeout_s=options.drain_timeout_s)
     finally:
+        stop()
         engine.shutdown()
     return 0
 

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request
@@ -20,6 +21,9 @@ from jaxcb.serve.fields import convert, decode_object
 from jaxcb.serve.responses import json_response
 from jaxcb.serve.service import Service
 from jaxcb.serve.status import Status
+
+if TYPE_CHECKING:
+    from jaxcb.engine import ServingEngine
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -112,6 +116,6 @@ class _Profiler:
 _PROFILER = _Profiler()
 
 
-def _engine(request: Request):
+def _engine(request: Request) -> ServingEngine:
     service: Service = request.app.state.service
     return service.engine

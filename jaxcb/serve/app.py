@@ -22,11 +22,11 @@ from jaxcb.serve.responses import json_response
 from jaxcb.serve.service import Service
 
 if TYPE_CHECKING:
-    from jaxcb.engine import Engine
+    from jaxcb.engine import ServingEngine
 
 
 def make_app(
-    engine: Engine,
+    engine: ServingEngine,
     *,
     model_names: Sequence[str] = (),
     api_key: str | None = None,

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxcb.engine import Engine
+    from jaxcb.engine import ServingEngine
     from jaxcb.serve.service import Service
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -49,11 +49,16 @@ def _chat(service: Service) -> str:
     return f"the model's template; tools: {tools}; reasoning: {reasoning}"
 
 
-def _engine_lines(engine: Engine) -> list[tuple[str, str]]:
-    config, pages = engine.config, engine.stats().kv_pages_total
+def _engine_lines(engine: ServingEngine) -> list[tuple[str, str]]:
+    config = engine.config
+    pages = engine.stats().kv_pages_total // config.data_parallel_size
     capacity = f"{pages * config.page_size:,} tokens" + (" in int8" if config.kv_cache_dtype == "int8" else "")
     cache = "prefixes are reused" if config.enable_prefix_caching else "prefixes are not reused"
+    several = []
+    if config.data_parallel_size > 1:
+        several = [("engines", f"{config.data_parallel_size} behind one queue; what follows is of each")]
     return [
+        *several,
         (
             "KV cache",
             f"{pages} pages of {config.page_size} tokens: {capacity}; {cache}",
@@ -91,7 +96,7 @@ def _sizes(buckets: tuple[int, ...] | None, largest: int | None) -> str:
     return ", ".join(map(str, (*(buckets or ()), largest)))
 
 
-def _curl(engine: Engine, url: str, has_api_key: bool) -> str:
+def _curl(engine: ServingEngine, url: str, has_api_key: bool) -> str:
     body: dict[str, object]
     question = "What is the capital of France?"
     if engine.tokenizer.has_chat_template:

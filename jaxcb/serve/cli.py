@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ConfigError
 from jaxcb.presets import engine_settings
+from jaxcb.serve.disaggregation import Disaggregation, disaggregation_of
 from jaxcb.serve.flags import make_parser
 from jaxcb.serve.settings import arguments_of_environment, arguments_of_file
 
@@ -40,6 +41,7 @@ class ServeOptions:
     drain_timeout_s: float
     log_level: str
     profile: str | None
+    disaggregation: Disaggregation
 
 
 def parse(
@@ -79,6 +81,7 @@ def parse(
         drain_timeout_s=args.drain_timeout,
         log_level=args.log_level,
         profile=args.profile,
+        disaggregation=disaggregation_of(args),
     )
 
 

@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_limits(parser)
     _add_scheduling(parser)
     _add_engine(parser)
+    _add_disaggregation(parser)
     return parser
 
 
@@ -80,6 +81,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits and memory")
     limits.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N", help="devices to cut the model over")
+    limits.add_argument("--data-parallel-size", "-dp", type=int, metavar="N", help="engines behind one queue")
     limits.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of a prompt and its answer")
     limits.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences in a step")
     limits.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step")
@@ -129,14 +131,24 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument("--fast-norm", action="store_true", help=_HIDDEN)
     engine.add_argument("--seed", type=int, metavar="N", help="for requests that bring none")
-    engine.add_argument("--step-log", metavar="FILE", help="a line of JSON a step, to calibrate the simulator")
+    engine.add_argument("--step-log", metavar="FILE", help=_HIDDEN)
     engine.add_argument("--trace", metavar="FILE", help="of what the engine did when, for Perfetto")
-    engine.add_argument("--profile", metavar="DIR", help="of jax's profiler, for TensorBoard")
+    engine.add_argument("--profile", metavar="DIR", help=_HIDDEN)
     engine.add_argument("--event-log", metavar="FILE", help=_HIDDEN)
     engine.add_argument("--logprobs-mode", type=_logprobs_mode, metavar="MODE", help=_HIDDEN)
     for name in ("--decode-buckets", "--mixed-buckets"):
         engine.add_argument(name, type=int, nargs="*", help=_HIDDEN)
     engine.add_argument("--kv-transfer", action=_BOTH, help=_HIDDEN)
+
+
+def _add_disaggregation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prefill apart from decode")
+    group.add_argument("--disaggregate", metavar="prefill=N,decode=M", help="engines on devices of their own")
+    group.add_argument("--kv-role", choices=("prefill", "decode", "both"), help="in several processes: of this one")
+    group.add_argument("--kv-peer", nargs="+", default=(), metavar="HOST:PORT", help="prefill engines to give prompts")
+    group.add_argument("--kv-listen", default="127.0.0.1:14579", metavar="HOST:PORT", help="where they are found")
+    group.add_argument("--kv-connector", default="shm", choices=("shm", "transfer"), help="one host, or the network")
+    group.add_argument("--kv-secret", default="", metavar="WORD", help=_HIDDEN)
 
 
 def num_bytes(text: str) -> int:

@@ -5,7 +5,7 @@ The prefix ``vllm:`` and the label ``model_name`` are vLLM's; what begins with `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -15,17 +15,18 @@ from prometheus_client.registry import Collector
 from jaxcb.request import RequestOutput
 
 if TYPE_CHECKING:
-    from jaxcb.engine import Engine, EngineStats
+    from jaxcb.engine import EngineStats, ServingEngine
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
+_LABELS = ("model_name", "engine")
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
 
 class Metrics:
     """One registry a server. Histograms are filled here; the rest is read from the engine at every scrape."""
 
-    def __init__(self, engine: Engine, model_name: str):
+    def __init__(self, engine: ServingEngine, model_name: str):
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, model_name))
 
@@ -56,68 +57,106 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads ``Engine.stats()`` at scrape time, so that gauges are never stale."""
+    """Reads the engines' stats at scrape time, so that gauges are never stale.
 
-    def __init__(self, engine: Engine, model_name: str):
+    What is of one engine has the label ``engine`` ("0" where there is but one). Requests in the queue before several
+    engines, and those that ended there, have ``engine="queue"``: sums over the label are those of the server.
+    """
+
+    def __init__(self, engine: ServingEngine, model_name: str):
         self._engine = engine
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        used_part = stats.kv_pages_used / stats.kv_pages_total
-        yield self._gauge("vllm:num_requests_running", "Requests in the batch.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", stats.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Part of the KV pages in use by requests, 0 to 1.", used_part)
-        states = {"used": stats.kv_pages_used, "cached": stats.kv_pages_cached}
-        yield self._pages("jaxcb:kv_pages", "KV pages by state.", stats.kv_pages_total, states)
-        if stats.host_pages_total:
-            yield from self._host_memory(stats)
+        parts = self._engine.stats_by_engine()
+        before = self._before(parts)
+        waiting = {name: stats.num_waiting for name, stats in parts.items()}
+        finished = {name: stats.finished for name, stats in parts.items()}
+        if before is not None:
+            waiting["queue"], finished["queue"] = before
+        used = {name: stats.kv_pages_used / stats.kv_pages_total for name, stats in parts.items()}
+        yield self._gauge("vllm:num_requests_running", "Requests in the batch.", _each(parts, "num_running"))
+        yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Part of the KV pages in use by requests, 0 to 1.", used)
+        up = {name: stats.state == "ok" for name, stats in parts.items()}
+        yield self._gauge("jaxcb:engine_up", "1 while the engine makes steps, or has none to make.", up)
+        pages = {n: {"used": s.kv_pages_used, "cached": s.kv_pages_cached} for n, s in parts.items()}
+        yield self._pages("jaxcb:kv_pages", "KV pages by state.", _each(parts, "kv_pages_total"), pages)
+        if any(stats.host_pages_total for stats in parts.values()):
+            yield from self._host_memory(parts)
         counters = (
-            ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens),
-            ("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prompt_tokens_cached),
-            ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
-            ("vllm:num_preemptions", "Times that a request lost its pages.", stats.preemptions),
-            ("jaxcb:steps", "Forward passes.", stats.steps),
-            ("jaxcb:compiles_after_start", "Programs compiled while serving; none should be.", stats.compiles),
+            ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+            ("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", "prompt_tokens_cached"),
+            ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+            ("vllm:num_preemptions", "Times that a request lost its pages.", "preemptions"),
+            ("jaxcb:steps", "Forward passes.", "steps"),
+            ("jaxcb:compiles_after_start", "Programs compiled while serving; none should be.", "compiles"),
         )
-        for name, text, value in counters:
-            yield self._counter(name, text, value)
+        for name, text, field in counters:
+            yield self._counter(name, text, _each(parts, field))
         if self._engine.config.enable_prefix_caching:
-            yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the cache.", stats.prompt_tokens)
-            yield self._counter("vllm:prefix_cache_hits", "Tokens found in the cache.", stats.prompt_tokens_cached)
-        finished = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in stats.finished.items():
-            finished.add_metric([self._model_name, reason], count)
-        yield finished
+            asked, found = _each(parts, "prompt_tokens"), _each(parts, "prompt_tokens_cached")
+            yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the cache.", asked)
+            yield self._counter("vllm:prefix_cache_hits", "Tokens found in the cache.", found)
+        yield self._ends(finished)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+    def _before(self, parts: Mapping[str, EngineStats]) -> tuple[int, dict[str, int]] | None:
+        """Requests that wait before the engines, and ends there by reason; None where nothing stands before them."""
+        if len(parts) == 1:
+            return None
+        from jaxcb.engine import EngineStats  # jax is imported by whoever made the engines
+
+        total, inside = self._engine.stats(), EngineStats.total(list(parts.values()))
+        ends = {reason: max(count - inside.finished[reason], 0) for reason, count in total.finished.items()}
+        return max(total.num_waiting - inside.num_waiting, 0), ends
+
+    def _ends(self, finished: Mapping[str, Mapping[str, int]]) -> Metric:
+        family = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended, by reason.", labels=[*_LABELS, "finished_reason"]
+        )
+        for engine, counts in finished.items():
+            for reason, count in counts.items():
+                family.add_metric([self._model_name, engine, reason], count)
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+    def _gauge(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=_LABELS)
+        for engine, value in values.items():
+            family.add_metric([self._model_name, engine], value)
         return family
 
-    def _host_memory(self, stats: EngineStats) -> Iterator[Metric]:
-        """Of an engine with host memory for KV. The two gauges have the names of vLLM's engines that swapped."""
-        part = stats.host_pages_swapped / stats.host_pages_total
-        yield self._gauge(
-            "vllm:num_requests_swapped", "Waiting requests whose KV is in host memory.", stats.num_swapped
-        )
+    def _counter(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=_LABELS)
+        for engine, value in values.items():
+            family.add_metric([self._model_name, engine], value)
+        return family
+
+    def _host_memory(self, parts: Mapping[str, EngineStats]) -> Iterator[Metric]:
+        """Of engines with host memory for KV. The two gauges have the names of vLLM's engines that swapped."""
+        part = {name: stats.host_pages_swapped / stats.host_pages_total for name, stats in parts.items()}
+        swapped = _each(parts, "num_swapped")
+        yield self._gauge("vllm:num_requests_swapped", "Waiting requests whose KV is in host memory.", swapped)
         yield self._gauge("vllm:cpu_cache_usage_perc", "Part of the host's KV pages that they use, 0 to 1.", part)
-        states = {"swapped": stats.host_pages_swapped, "cached": stats.host_pages_cached}
-        yield self._pages("jaxcb:host_kv_pages", "KV pages in host memory by state.", stats.host_pages_total, states)
-        yield self._counter("jaxcb:num_swaps", "Preemptions that moved the KV to host memory.", stats.swaps)
-        back = stats.host_pages_brought_back
+        pages = {n: {"swapped": s.host_pages_swapped, "cached": s.host_pages_cached} for n, s in parts.items()}
+        total = _each(parts, "host_pages_total")
+        yield self._pages("jaxcb:host_kv_pages", "KV pages in host memory by state.", total, pages)
+        link = _each(parts, "host_page_s")
+        yield self._gauge("jaxcb:host_kv_page_seconds", "Time of a page over the host link, one way.", link)
+        swaps, back = _each(parts, "swaps"), _each(parts, "host_pages_brought_back")
+        yield self._counter("jaxcb:num_swaps", "Preemptions that moved the KV to host memory.", swaps)
         yield self._counter("jaxcb:host_kv_pages_hit", "Cached pages that a hit moved back to the device.", back)
 
-    def _pages(self, name: str, text: str, total: int, states: dict[str, int]) -> Metric:
+    def _pages(
+        self, name: str, text: str, total: Mapping[str, float], states: Mapping[str, Mapping[str, int]]
+    ) -> Metric:
         """Pages by state; cached ones belong to no request and are given up when pages run out."""
-        family = GaugeMetricFamily(name, text, labels=["model_name", "state"])
-        for state, count in (*states.items(), ("free", total - sum(states.values()))):
-            family.add_metric([self._model_name, state], count)
+        family = GaugeMetricFamily(name, text, labels=[*_LABELS, "state"])
+        for engine, counts in states.items():
+            for state, count in (*counts.items(), ("free", total[engine] - sum(counts.values()))):
+                family.add_metric([self._model_name, engine, state], count)
         return family
+
+
+def _each(parts: Mapping[str, EngineStats], field: str) -> dict[str, float]:
+    """A number of every engine."""
+    return {name: getattr(stats, field) for name, stats in parts.items()}

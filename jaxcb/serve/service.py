@@ -19,7 +19,7 @@ from jaxcb.serve.errors import ApiError, stopped
 from jaxcb.serve.metrics import Metrics
 
 if TYPE_CHECKING:
-    from jaxcb.engine import Engine, OutputStream
+    from jaxcb.engine import OutputStream, ServingEngine
 
 logger = logging.getLogger("jaxcb.serve")
 
@@ -29,7 +29,7 @@ class Service:
     """``model_names`` are the names that requests may use; answers carry the first. ``tool_format`` and ``reasoning``
     say how the model writes calls of tools and its reasoning, if it is known."""
 
-    engine: Engine
+    engine: ServingEngine
     model_names: tuple[str, ...]
     metrics: Metrics
     tool_format: ToolFormat | None = None
@@ -139,7 +139,7 @@ class Meter:
     """Watches the outputs of one sequence go by: gaps between tokens, the log line and the metrics at its end."""
 
     def __init__(self, service: Service):
-        self._engine, self._metrics = service.engine, service.metrics
+        self._metrics = service.metrics
         self._last_s: float | None = None
 
     def saw(self, output: RequestOutput) -> None:
@@ -158,7 +158,7 @@ class Meter:
             return
         _log_end(output)
         if output.finish_reason is FinishReason.ERROR:
-            if self._engine.healthy and output.error is not None:
+            if output.error is not None and not output.engine_failed:
                 raise ApiError(400, output.error, code="request_failed")
             logger.error("%s failed: %s", output.request_id, output.error)
             raise ApiError(500, "The engine failed while this request was running.", code="engine_error")

@@ -14,12 +14,16 @@ from jaxcb.serve.errors import ApiError, error_response, stopped
 from jaxcb.serve.responses import ModelCard, ModelList, json_response
 from jaxcb.serve.service import Service
 
-STALLED_S = 60.0
-"""With work and without a step for so long, the engine hangs (vllm#17972: a hang with /health at 200)."""
-
 
 class Status(msgspec.Struct, frozen=True):
     status: str
+
+
+class Health(msgspec.Struct, frozen=True):
+    """``status`` is "ok", or "degraded" where some of several engines don't work; ``engines``: the state of each."""
+
+    status: str
+    engines: dict[str, str]
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -49,14 +53,20 @@ async def model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Liveness: whether a restart would help."""
+    """Liveness: whether a restart would help at once. While one of several engines works, requests are answered, and a
+    restart would drop them: 200, and "degraded" tells of the others. 503 when none works: each has failed, or has work
+    and made no step for a minute (vllm#17972: a hang with /health at 200)."""
     engine = _service(request).engine
     if not engine.healthy:
         return error_response(stopped())
-    if (stalled_s := engine.stats().stalled_s) >= STALLED_S:
+    states: dict[str, str] = {name: stats.state for name, stats in engine.stats_by_engine().items()}
+    if "ok" not in states.values():
+        stalled_s = engine.stats().stalled_s
         message = f"There is work, and no step was done for {stalled_s:.0f} seconds."
         return error_response(ApiError(503, message, code="engine_stalled"))
-    return json_response(Status("ok"))
+    if len(states) == 1:
+        return json_response(Status("ok"))
+    return json_response(Health("ok" if set(states.values()) == {"ok"} else "degraded", states))
 
 
 async def ready(request: Request) -> Response:

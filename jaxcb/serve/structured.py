@@ -14,7 +14,7 @@ from jaxcb.serve.fields import convert
 from jaxcb.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
-    from jaxcb.engine import Engine
+    from jaxcb.engine import ServingEngine
 
 _GUIDED = {
     "guided_json": "json",
@@ -42,7 +42,7 @@ class StructuredFields(msgspec.Struct, frozen=True, kw_only=True):
     structural_tag: dict[str, Any] | str | None = None
 
 
-def read_structured(fields: dict[str, Any], engine: Engine) -> StructuredOutputs | None:
+def read_structured(fields: dict[str, Any], engine: ServingEngine) -> StructuredOutputs | None:
     """Remove these fields from a body and return what they ask for, which the engine has then compiled. Call it off the
     event loop.
 

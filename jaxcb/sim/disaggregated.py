@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 
 from jaxcb.request import Request
 from jaxcb.scheduler import Sequence, StepLoad
+from jaxcb.scheduler.handover import has_room
 from jaxcb.sim.arrivals import answer_token, exactly, prompt_tokens
 from jaxcb.sim.replica import Replica
 from jaxcb.sim.result import RequestRecord
@@ -166,10 +167,9 @@ class Disaggregated:
             replica, coming = simulation.replicas[index], self._coming.get(index, 0)
             scheduler = replica.scheduler
             limits, num_open = scheduler.limits, replica.num_open + coming
-            spare = int(limits.admission_watermark * limits.num_kv_pages) if num_open else 0
-            needed = limits.num_pages(num_tokens) + self._coming_pages.get(index, 0) + spare
-            has_room = num_open < limits.max_num_seqs and needed <= scheduler.pool.num_free
-            if has_room and not scheduler.num_waiting and (best is None or num_open < fewest):
+            needed = limits.num_pages(num_tokens) + self._coming_pages.get(index, 0)
+            room = has_room(limits, num_open=num_open, num_free_pages=scheduler.pool.num_free, num_pages=needed)
+            if room and not scheduler.num_waiting and (best is None or num_open < fewest):
                 best, fewest = index, num_open
         return best
 

@@ -106,30 +106,21 @@ class StepLayout:
 
     def pack(self, plan: StepPlan, owners: SlotOwners) -> Packed:
         """Build the upload of a plan. ``owners`` knows those who entered with it."""
-        upload = np.zeros(self.size, np.int32)
-        token_ids, positions, token_rows, starts, contexts, slots, change_index, change_page = [
-            upload[part] for part in self._forward_parts
-        ]
-        others, chunks, num_decodes, count = plan.others, plan.chunks, plan.num_decodes, plan.num_rows
-        lengths, samples = np.ones(count, np.int32), np.ones(count, bool)
-        for index, row in others.items():
-            lengths[index], samples[index] = row.num_tokens, row.samples
-        lengths[num_decodes:] = [row.num_tokens for row in chunks]
-        samples[num_decodes:] = [row.samples for row in chunks]
-        first = np.array([*plan.starts, *[row.start for row in chunks]], np.int32)
-        used = plan.num_tokens
-
-        starts[1 : count + 1] = np.cumsum(lengths)
+        upload = self._blank.copy()
+        parts = [upload[part] for part in self._forward_parts]
+        token_ids, positions, token_rows, starts, contexts, slots, change_index, change_page = parts
+        others, chunks, count, used = plan.others, plan.chunks, plan.num_rows, plan.num_tokens
         starts[count + 1 :] = used
         token_ids[:used] = IN_FLIGHT
-        for index, row in (*others.items(), *enumerate(chunks, num_decodes)):
-            token_ids[starts[index] : starts[index + 1]] = row.token_ids
-        token_rows[:used] = np.repeat(np.arange(count, dtype=np.int32), lengths)
-        token_rows[used:] = self.bucket.num_seqs - 1
-        contexts[:count] = first + lengths
-        positions[:used] = np.arange(used, dtype=np.int32) + np.repeat(first - starts[:count], lengths)
-        slots[:] = self.num_slots
-        slots[:count] = [*plan.slots, *[row.slot for row in chunks]]
+        if others or chunks:
+            samples = _pack_rows(plan, parts)
+        else:  # a token a row, all of which the device has
+            samples = None
+            starts[1 : count + 1] = self._ordinals[1 : count + 1]
+            token_rows[:count] = self._ordinals[:count]
+            positions[:count] = plan.starts
+            contexts[:count] = positions[:count] + 1
+            slots[:count] = plan.slots
 
         changes = [
             (row.slot * self.table_width + row.first_new_page + i, page)
@@ -137,13 +128,34 @@ class StepLayout:
             for i, page in enumerate(row.new_pages)
         ]
         kept, overflow = changes[: self.num_changes], changes[self.num_changes :]
-        change_index[:] = self.num_slots * self.table_width
         if kept:
             change_index[: len(kept)], change_page[: len(kept)] = np.asarray(kept, np.int32).T
-        sampling = np.flatnonzero(samples)
-        part = upload[self.sample_start :].reshape(self.bucket.num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
-        _pack_sampling(part, sampling, slots[sampling], contexts[sampling], owners, trash_slot=self.num_slots)
-        return Packed(upload, overflow, slots[sampling])
+        sampling = self._ordinals[:count] if samples is None else np.flatnonzero(samples)
+        table = upload[self.sample_start :].reshape(self.bucket.num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
+        sampling_slots, sampling_contexts = slots[sampling], contexts[sampling]
+        table[sampling, 0], table[sampling, 1] = sampling_slots, sampling_contexts
+        table[sampling, 2:_COLUMNS] = owners.draws[sampling_slots]
+        for index, ids in owners.forbidden(sampling_slots, sampling_contexts):
+            table[sampling[index], _COLUMNS : _COLUMNS + len(ids)] = ids
+        return Packed(upload, overflow, sampling_slots)
+
+    @functools.cached_property
+    def _ordinals(self) -> np.ndarray:
+        return np.arange(self.bucket.num_seqs + 1, dtype=np.int32)
+
+    @functools.cached_property
+    def _blank(self) -> np.ndarray:
+        """An upload of padding."""
+        upload = np.zeros(self.size, np.int32)
+        _, _, token_rows, _, _, slots, change_index, _ = [upload[part] for part in self._forward_parts]
+        token_rows[:] = self.bucket.num_seqs - 1
+        slots[:] = self.num_slots
+        change_index[:] = self.num_slots * self.table_width
+        table = upload[self.sample_start :].reshape(self.bucket.num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
+        table[:, 0] = self.num_slots
+        table[:, 3] = _ONE  # top_p
+        table[:, _COLUMNS:] = -1
+        return upload
 
     def unpack(self, upload: Int[Array, "size"]) -> StepBatch:
         return StepBatch(*[upload[part] for part in self._forward_parts])
@@ -153,21 +165,30 @@ class StepLayout:
 
 
 def sample_size(num_seqs: int) -> int:
-    """int32 values of the sampler's part of an upload."""
+    """int32 values of the sampler's part of an upload: rows of [sample_slot, position, temperature, top_p, min_p,
+    top_k, seed low, seed high, forbidden ids...]."""
     return num_seqs * (_COLUMNS + MAX_FORBIDDEN_IDS)
 
 
-def _pack_sampling(
-    table: np.ndarray, rows: np.ndarray, slots: np.ndarray, contexts: np.ndarray, owners: SlotOwners, *, trash_slot: int
-) -> None:
-    """Rows of [sample_slot, position, temperature, top_p, min_p, top_k, seed low, seed high, forbidden ids...]."""
-    table[:, 0] = trash_slot
-    table[:, 3] = _ONE  # top_p
-    table[:, _COLUMNS:] = -1
-    table[rows, 0], table[rows, 1] = slots, contexts
-    table[rows, 2:_COLUMNS] = owners.draws[slots]
-    for index, ids in owners.forbidden(slots, contexts):
-        table[rows[index], _COLUMNS : _COLUMNS + len(ids)] = ids
+def _pack_rows(plan: StepPlan, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows of any kind into the forward's parts of an upload, all but their pages; which of them sample."""
+    token_ids, positions, token_rows, starts, contexts, slots, _, _ = parts
+    others, chunks, num_decodes, count = plan.others, plan.chunks, plan.num_decodes, plan.num_rows
+    used = plan.num_tokens
+    lengths, samples = np.ones(count, np.int32), np.ones(count, bool)
+    for index, row in others.items():
+        lengths[index], samples[index] = row.num_tokens, row.samples
+    lengths[num_decodes:] = [row.num_tokens for row in chunks]
+    samples[num_decodes:] = [row.samples for row in chunks]
+    first = np.array([*plan.starts, *[row.start for row in chunks]], np.int32)
+    starts[1 : count + 1] = np.cumsum(lengths)
+    for index, row in (*others.items(), *enumerate(chunks, num_decodes)):
+        token_ids[starts[index] : starts[index + 1]] = row.token_ids
+    token_rows[:used] = np.repeat(np.arange(count, dtype=np.int32), lengths)
+    contexts[:count] = first + lengths
+    positions[:used] = np.arange(used, dtype=np.int32) + np.repeat(first - starts[:count], lengths)
+    slots[:count] = [*plan.slots, *[row.slot for row in chunks]]
+    return samples
 
 
 def unpack_sampling(part: Int[Array, "sample_size"], num_seqs: int) -> tuple[Int[Array, "S"], Draws]:
@@ -195,6 +216,17 @@ class SlotState(NamedTuple):
     """Of meaning only where the slot's owner asks for them."""
     processors: tuple[ProcessorRows, ...] = ()
     """Of each logits processor."""
+
+    @property
+    def bare(self) -> SlotState:
+        """What most programs take: handing over an array costs the host some microseconds, and controls are many."""
+        return self._replace(controls=(), processors=())  # type: ignore[arg-type]  # such programs don't look at them
+
+    def after(self, result: SlotState) -> SlotState:
+        """This state once a program has returned ``result`` for it, or for its bare part."""
+        return result._replace(
+            controls=result.controls or self.controls, processors=result.processors or self.processors
+        )
 
     @staticmethod
     def at_rest(

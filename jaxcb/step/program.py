@@ -35,7 +35,7 @@ from pallas_kernels.platform import platform
 class ForwardResult(NamedTuple):
     kv: KVPages
     state: SlotState
-    """Both updated in place when donated."""
+    """Both updated in place when donated; of the state the bare part."""
     logits: Float[Array, "S V"]
     """Of all rows; of those that sample nothing they are not used."""
     sample_part: Int[Array, "sample_size"]
@@ -101,7 +101,7 @@ class StepProgram:
             for window in windows
         ]
 
-        if self.backend == "triton" and not self.deterministic:
+        if self.backend in ("triton", "mosaic") and not self.deterministic:
 
             def attend_pages(
                 layer: int, kv: Array, q: Float[Array, "T H D"] | RawQueries, arrivals: Int[Array, "T K"] | None

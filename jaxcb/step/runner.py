@@ -169,14 +169,16 @@ class Runner:
         for start in range(0, len(overflow), CHANGES_PER_UPLOAD):
             self._upload_changes(overflow[start : start + CHANGES_PER_UPLOAD])
         self._state = self._samplers.enter(self._state, newcomers)
-        result = self._forward[bucket](self._leaves, self._kv, self._state, upload)
-        self._kv = result.kv
+        result = self._forward[bucket](self._leaves, self._kv, self._state.bare, upload)
+        self._kv, self._state = result.kv, self._state.after(result.state)
         wanted = Wanted(self._owners.tier_of(sampling_slots), self._owners.asked_logprobs(sampling_slots))
         return Forwarded(plan, bucket, result, wanted, launched_s)
 
     def sample(self, step: Forwarded, masks: RowMasks | None = None) -> InFlight:
         """Start the second program. ``masks``: of the rows that are held to a grammar."""
-        self._state, sampled = self._samplers.sample(self.params, step.result, step.plan, step.wanted, masks)
+        self._state, sampled = self._samplers.sample(
+            self.params, self._state, step.result, step.plan, step.wanted, masks
+        )
         return InFlight(step.plan, step.bucket, sampled, step.launched_s)
 
     def set_params(self, params: Params) -> None:
@@ -221,6 +223,14 @@ class Runner:
         """See :meth:`PageMover.write`."""
         self._kv = self._mover.write(self._kv, pages, rows)
 
+    def gather_pages(self, pages: list[int]) -> Array:
+        """See :meth:`PageMover.gather`."""
+        return self._mover.gather(self._kv, pages)
+
+    def scatter_pages(self, pages: list[int], rows: Any) -> None:
+        """See :meth:`PageMover.scatter`."""
+        self._kv = self._mover.scatter(self._kv, pages, rows)
+
     def measure_host_page_s(self) -> float:
         """See :meth:`PageMover.measure`; between two steps."""
         self._kv, seconds = self._mover.measure(self._kv)
@@ -230,6 +240,11 @@ class Runner:
     def page_shape(self) -> tuple[tuple[int, ...], Any]:
         """Shape and dtype of a page that :meth:`read_pages` returns: [L, 2, page_size, K, D], of int8 pages bytes."""
         return self._mover.page.shape, self._mover.page.dtype
+
+    @property
+    def page_rows(self) -> jax.ShapeDtypeStruct:
+        """See :attr:`PageMover.rows`."""
+        return self._mover.rows
 
     @property
     def kv_bytes(self) -> int:
@@ -246,6 +261,8 @@ class Runner:
         """All that the programs depend on, beside the source and the machine."""
         yield from (self.spec, self.shape, list(self.buckets), self.backend)
         yield from (self._processed_logprobs, self._deterministic, self._fast_norm)
+        library = native.loaded()
+        yield None if library is None else library.name  # its handlers stand in the programs
         yield jax.tree.map(_abstract, (self.params, self._kv, self._state))
 
     def _jobs(self) -> Iterable[Job]:
@@ -283,7 +300,7 @@ class Runner:
 def lower_forward(
     program: StepProgram, params: Params, kv: Any, state: Any, placement: Placement | None = None
 ) -> Lowered:
-    """The forward of a bucket, ready to be compiled. The arguments are abstract; pages and state are donated."""
+    """The forward of a bucket, ready to be compiled. The arguments are abstract; pages and (bare) state are donated."""
     leaves, tree = jax.tree.flatten(params)
     options = compiler_options(deterministic=program.deterministic, num_devices=program.parallel.size)
     forward: Callable[..., ForwardResult] = functools.partial(_forward, program, tree)
@@ -292,7 +309,7 @@ def lower_forward(
         forward = placement.spread(forward, arguments, ForwardResult._make((PAGES, *[WHOLE] * 4)))
     jitted = jax.jit(forward, donate_argnums=(1, 2), compiler_options=options)
     upload = jax.ShapeDtypeStruct((program.layout.size,), jnp.int32, sharding=state.last_token.sharding)
-    return jitted.lower(leaves, kv, state, upload)
+    return jitted.lower(leaves, kv, state.bare, upload)
 
 
 def _forward(

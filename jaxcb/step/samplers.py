@@ -175,7 +175,8 @@ class Samplers:
                     processors=self._processors,
                 )
                 program = jax.jit(spread(step), donate_argnums=0, compiler_options=options)
-                job = _job(f"sample {tier.name.lower()} {S}", program, (state, logits, part), self._sample, (S, tier))
+                needed = self._needed(state, tier)
+                job = _job(f"sample {tier.name.lower()} {S}", program, (needed, logits, part), self._sample, (S, tier))
                 yield job._replace(stored=not self._processors)
             for C in _mask_sizes(S):
                 mask = array((C, -(-V // 32)), jnp.int32)
@@ -255,6 +256,7 @@ class Samplers:
     def sample(
         self,
         params: Params,
+        state: SlotState,
         forward: ForwardResult,
         plan: StepPlan,
         wanted: Wanted,
@@ -265,7 +267,8 @@ class Samplers:
         S = logits.shape[0]
         sample = self._sample[S, wanted.tier]
         masked = logits if masks is None or not masks.rows else self._masked(logits, masks)
-        state, token_ids, drawn_from = sample(forward.state, masked, forward.sample_part)
+        result, token_ids, drawn_from = sample(self._needed(state, wanted.tier), masked, forward.sample_part)
+        state = state.after(result)
         source = logits if drawn_from is None else drawn_from
         num_rows = np.int32(plan.num_rows)
         logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in wanted.logprobs}
@@ -277,6 +280,9 @@ class Samplers:
                 if isinstance(array, jax.Array):
                     array.copy_to_host_async()
         return state, Sampled(token_ids, logprobs, prompt, pooled)
+
+    def _needed(self, state: SlotState, tier: Tier) -> SlotState:
+        return state if tier is Tier.FULL or self._processors else state.bare
 
     def _masked(self, logits: Float[Array, "S V"], masks: RowMasks) -> Float[Array, "S V"]:
         S, count = logits.shape[0], len(masks.rows)

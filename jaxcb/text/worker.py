@@ -43,6 +43,8 @@ class TextEvent:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    engine_failed: bool = False
+    """The error ends every request of the engine."""
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: Float[np.ndarray, "E"] | None = None
@@ -57,6 +59,7 @@ class TextUpdate:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     error: str | None
+    engine_failed: bool
     num_cached_tokens: int
     num_preemptions: int
     first_token_s: float | None
@@ -65,6 +68,25 @@ class TextUpdate:
     """Of ``token_ids``, if they were asked for."""
     prompt_logprobs: Logprobs | None
     embedding: Float[np.ndarray, "E"] | None
+
+    @classmethod
+    def ending(cls, reason: FinishReason, now_s: float, error: str | None = None) -> TextUpdate:
+        """The end of a request that no engine has taken up; with an error, it is the engines'."""
+        return cls(
+            token_ids=[],
+            text="",
+            finish_reason=reason,
+            stop_reason=None,
+            error=error,
+            engine_failed=error is not None,
+            num_cached_tokens=0,
+            num_preemptions=0,
+            first_token_s=None,
+            finished_s=now_s,
+            logprobs=[],
+            prompt_logprobs=None,
+            embedding=None,
+        )
 
     def extend(self, later: TextUpdate) -> None:
         """Merge the update that follows this one into it."""
@@ -114,6 +136,7 @@ class _TextState:
             finish_reason=reason,
             stop_reason=stop,
             error=event.error,
+            engine_failed=event.engine_failed,
             num_cached_tokens=event.num_cached_tokens,
             num_preemptions=event.num_preemptions,
             first_token_s=self.first_token_s,

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Params = dict[str, Any]
 """Nested dict of arrays (layout: jaxcb/models/decoder.py)."""
 Layout = Literal["rows", "rows apart", "panels"]
-Place = Callable[[tuple[int, ...]], np.ndarray]
+Room = Callable[[tuple[int, ...]], np.ndarray]
 """Gives an array of a shape, to fill."""
 
 
@@ -153,21 +153,19 @@ def load_params(
 
         restored = checkpoint.restore(files.directory, spec, dtype, placement)
         return in_panels(restored) if layout == "panels" else restored
-    put = placer(spec, placement)
     source = SafetensorsSource(files.directory)
     parameters = list(families.parameters(spec))
     shown = tqdm(parameters, desc="loading", unit="array", delay=1, disable=not progress)
     if layout == "panels":
-        params = _read_panels(shown, source, parameters, dtype, tied=spec.tie_word_embeddings).params(
-            None if placement is None else placement.whole
-        )
+        params = _read_panels(shown, source, parameters, dtype, placement, tied=spec.tie_word_embeddings)
     else:
-        place: Place = functools.partial(np.empty, dtype=dtype)
+        place = placer(spec, placement)
+        room: Room = functools.partial(np.empty, dtype=dtype)
         if layout == "rows" and jax.default_backend() == "cpu":  # which computes with weights where they lie
-            place = Arena([parameter.shape for parameter in parameters if parameter.kind == "weight"], dtype).take
+            room = Arena([parameter.shape for parameter in parameters if parameter.kind == "weight"], dtype).take
         params = {}
         for parameter in shown:
-            families.insert(params, parameter.path, put(parameter.path, _assemble(parameter, source, place)))
+            families.insert(params, parameter.path, place(parameter.path, _assemble(parameter, source, room)))
     if unused := sorted(source.names - {tensor.name for parameter in parameters for tensor in parameter.sources}):
         logger.debug("%s: %d tensors are not used: %s", files.directory, len(unused), ", ".join(unused[:8]))
     return params
@@ -178,23 +176,24 @@ def _read_panels(
     source: SafetensorsSource,
     parameters: Sequence[families.Parameter],
     dtype: jnp.dtype,
+    placement: Placement | None,
     *,
     tied: bool,
-) -> Panels:
+) -> Params:
     looked_up = [] if tied else [("embed", "embedding")]
     rows = {p.path: (p.shape, dtype if p.kind == "weight" else np.dtype("float32")) for p in parameters}
     panels = Panels(rows, owned=looked_up)
     for parameter in shown:
         room = panels.room if parameter.path in looked_up else np.empty
         panels.put(parameter.path, _assemble(parameter, source, functools.partial(room, dtype=dtype)))
-    return panels
+    return panels.params(None if placement is None else placement.whole)
 
 
-def _assemble(parameter: families.Parameter, source: SafetensorsSource, place: Place) -> np.ndarray:
-    """One parameter as the decoder wants it: fused, and in the right dtype; ``place`` gives an array to fill."""
+def _assemble(parameter: families.Parameter, source: SafetensorsSource, room: Room) -> np.ndarray:
+    """One parameter as the decoder wants it: fused, and in the right dtype; ``room`` gives an array to fill."""
     if parameter.kind == "scale":
         return source.read(parameter.sources[0]).astype(np.float32)
-    result = place(parameter.shape)
+    result = room(parameter.shape)
     start = 0
     for tensor in parameter.sources:
         end = start + tensor.shape[0]

@@ -36,7 +36,7 @@ def in_panels(params: Params) -> Params:
     panels = Panels({path: (array.shape, array.dtype) for path, array in rows.items()})
     for path, array in rows.items():
         panels.put(path, array)
-    return panels.params(params["final_norm"]["scale"].sharding)
+    return panels.params(params["embed"]["embedding"].sharding)
 
 
 class Panels:
@@ -89,8 +89,13 @@ class Panels:
             room[:] = rows
 
     def params(self, sharding: Sharding | None = None) -> Params:
-        """The model, once everything is there; no sharding: on the default device."""
-        return unflatten_dict({path: jax.device_put(array, sharding) for path, array in self._flat.items()})
+        """The model, once everything is there. ``sharding``: of arrays that are not jax's yet."""
+        return unflatten_dict(
+            {
+                path: array if isinstance(array, jax.Array) else jax.device_put(array, sharding)
+                for path, array in self._flat.items()
+            }
+        )
 
     def _room_of(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the array that a parameter goes into; layers share one."""

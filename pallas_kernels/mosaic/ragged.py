@@ -17,32 +17,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.checks import require
+from pallas_kernels.mosaic import BLOCK, DTYPES, HEAD_DIMS, fits, has_api
 from pallas_kernels.mosaic import MOSAIC_ROWS as ROWS
 from pallas_kernels.pages import KVPages, QuantizedPages
 from pallas_kernels.triton import ragged as triton
 from pallas_kernels.triton.attend import LOG2_E, MASKED
 from pallas_kernels.triton.work import QueryTiles, TritonWork
 
-BLOCK = 64
-"""Positions of a product (a page, if that is longer): 64 score columns leave room for 256 features of the result."""
 STAGES = 2
 """Blocks in flight. Two of 64 positions at head size 256 are 131 KB of the 227 KB there are."""
 
 
 def require_supported(q: Float[Array, "T H D"], kv_pages: KVPages, sinks: Any | None) -> None:
     """Raise ValueError for what only the triton backend can do."""
-    version = tuple(int(x) for x in jax.__version__.split(".")[:2])
-    require(version >= (0, 11), "backend", "xla or triton on jax before 0.11", "'mosaic'")
+    require(has_api(), "backend", "xla or triton on jax before 0.11", "'mosaic'")
     require(not isinstance(kv_pages, QuantizedPages), "kv_pages", "plain for backend mosaic", "QuantizedPages")
     require(sinks is None, "sinks", "None for backend mosaic", "an array")
     assert not isinstance(kv_pages, QuantizedPages)
     name = jnp.dtype(kv_pages.dtype).name
-    require(name in ("bfloat16", "float16"), "kv_pages", "bfloat16 or float16 for backend mosaic", name)
+    require(name in DTYPES, "kv_pages", "bfloat16 or float16 for backend mosaic", name)
     require(q.dtype == kv_pages.dtype, "q", f"of the pages' dtype {name} for backend mosaic", q.dtype)
     _, page_size, _, head_dim = kv_pages.shape
-    require(head_dim in (64, 128, 256), "q", "of head size 64, 128 or 256 for backend mosaic", head_dim)
-    fits = page_size <= BLOCK or head_dim <= 128
-    require(fits, "kv_pages", "of pages of at most 64 at head size 256: 128 exceed the shared memory", page_size)
+    require(head_dim in HEAD_DIMS, "q", "of head size 64, 128 or 256 for backend mosaic", head_dim)
+    expected = f"of pages of at most {BLOCK} at head size 256: 128 exceed the shared memory"
+    require(fits(page_size, head_dim), "kv_pages", expected, page_size)
 
 
 def ragged_paged_attention(
@@ -55,6 +53,7 @@ def ragged_paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    arrivals: Int32[Array, "T K"] | None,
     interpret: bool | Any,
 ) -> Float[Array, "T H D"]:
     """:func:`pallas_kernels.ragged_paged_attention`, arguments already checked.
@@ -86,6 +85,7 @@ def ragged_paged_attention(
         window=window,
         soft_cap=soft_cap,
         sinks=None,
+        arrivals=arrivals,
         interpret=bool(interpret),
     )
 
@@ -94,6 +94,8 @@ def _interpreter() -> Any:
     return plgpu.InterpretGPUParams()  # type: ignore[attr-defined]  # jax before 0.11 is refused
 
 
+# Under jit layers share one lowering, a second or two each time, which is written in Python.
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret"))
 def _attend_tiles(
     q: Float[Array, "T H D"],
     kv_pages: Shaped[Array, "F page_size K D"],

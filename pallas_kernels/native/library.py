@@ -1,4 +1,8 @@
-"""The loaded library of this process: found or built, registered with XLA, and tested before anything uses it."""
+"""The loaded library of this process: found or built, registered with XLA, and tested before anything uses it.
+
+A library that can't be built, loaded or trusted is reported, and the next best one takes its place. XLA knows a handler
+by the library's name too, since it keeps all that was ever registered.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.native.build import NativeError, build, cpu_variants, library
+from pallas_kernels.native.build import NativeError, build, cpu_variants, library, prebuilt
 
 logger = logging.getLogger(__name__)
 
-TARGETS = ("jaxcb_product", "jaxcb_attention", "jaxcb_place_and_attend", "jaxcb_untouched")
+HANDLERS = ("jaxcb_product", "jaxcb_attention", "jaxcb_place_and_attend", "jaxcb_untouched")
 
 
 class Library(NamedTuple):
     variant: str
     path: Path
+    prebuilt: bool = False
+    """It came with the package."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}_prebuilt" if self.prebuilt else self.variant
 
 
 _lock = threading.Lock()
@@ -33,6 +43,17 @@ _failure: NativeError | None = None
 def loaded() -> Library | None:
     """What :func:`load` has loaded."""
     return _loaded
+
+
+def target(handler: str) -> str:
+    """What XLA knows a handler of the loaded library by.
+
+    Raises:
+        NativeError: none is loaded.
+    """
+    if _loaded is None:
+        raise NativeError("no library is loaded: call pallas_kernels.native.load first")
+    return f"{handler}_{_loaded.name}"
 
 
 def load(directory: Path) -> Library:
@@ -48,33 +69,61 @@ def load(directory: Path) -> Library:
             raise _failure
         if _loaded is None:
             try:
-                _loaded = _load(directory)
+                _load(directory)
             except NativeError as error:
                 _failure = error
                 raise
+        assert _loaded is not None
         return _loaded
 
 
-def _load(directory: Path) -> Library:
+def _load(directory: Path) -> None:
+    """Of what can be had for this CPU, the best that passes the test.
+
+    Raises:
+        NativeError: nothing does; what was wrong with the last one.
+    """
+    global _loaded
     if jax.default_backend() != "cpu":
         raise NativeError(f"jax runs on {jax.default_backend()}, the native kernels run on CPUs")
     variants = cpu_variants()
     if not variants:
         raise NativeError("this CPU has neither AVX2 with FMA nor NEON")
-    variant = variants[0]
+    start_s = time.monotonic()
+    choices = list(dict.fromkeys((variant, file) for variant in variants for file in (prebuilt(variant), None)))
+    for variant, file in choices:
+        try:
+            _loaded = _registered(_built(directory, variant) if file is None else Library(variant, file, prebuilt=True))
+            _self_test(_loaded.path)
+            break
+        except NativeError as error:
+            _loaded = None
+            if (variant, file) == choices[-1]:
+                raise
+            logger.warning("native CPU kernels (%s): %s; the next best are tried", variant, error)
+    logger.info("native CPU kernels (%s) ready after %.1f s", variant, time.monotonic() - start_s)
+
+
+def _built(directory: Path, variant: str) -> Library:
     if not library(directory, variant).is_file():
         logger.warning("building the native CPU kernels (%s) into %s, once", variant, directory)
-    start_s = time.monotonic()
-    path = build(directory, variant)
+    return Library(variant, build(directory, variant))
+
+
+def _registered(found: Library) -> Library:
+    """A library that was loaded, and whose handlers XLA has taken.
+
+    Raises:
+        NativeError: it is none, or was made for another XLA.
+    """
     try:
-        shared = ctypes.CDLL(str(path))
-        for name in TARGETS:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(shared, name)), platform="cpu")
-    except (OSError, AttributeError) as error:
-        raise NativeError(f"{path} can't be loaded: {error}. Remove it, and it is built anew") from error
-    _self_test(path)
-    logger.info("native CPU kernels (%s) ready after %.1f s", variant, time.monotonic() - start_s)
-    return Library(variant, path)
+        shared = ctypes.CDLL(str(found.path))
+        for name in HANDLERS:
+            capsule = jax.ffi.pycapsule(getattr(shared, name))
+            jax.ffi.register_ffi_target(f"{name}_{found.name}", capsule, platform="cpu")
+    except (OSError, AttributeError, ValueError, jax.errors.JaxRuntimeError) as error:
+        raise NativeError(f"{found.path} can't be loaded: {error}. Remove it, and it is built anew") from error
+    return found
 
 
 def _self_test(path: Path) -> None:
@@ -87,6 +136,7 @@ def _self_test(path: Path) -> None:
 
     rng = np.random.default_rng(0)
     x, weights = rng.standard_normal((3, 21), np.float32), rng.standard_normal((13, 21), np.float32)
+    x = x.astype(jnp.bfloat16).astype(np.float32)  # where the CPU multiplies bfloat16, that is what it is rounded to
     pages = rng.standard_normal((4, 8, 1, 16), np.float32)
     q = rng.standard_normal((1, 2, 16), np.float32)
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from pallas_kernels.checks import require, require_array
+from pallas_kernels.native.library import target
 from pallas_kernels.native.panels import panel_shape
 from pallas_kernels.pages import KVPages, QuantizedPages, values_of
 
@@ -50,7 +51,8 @@ def product(
     """``h @ kernel.T + bias + residual`` in float32, where h is x or its RMS norm.
 
     With an activation, the kernel holds gate and up, O = 2N, and the result is ``activation(gate) * up``; otherwise
-    O = N. A row's bits don't depend on the other rows or on how many there are.
+    O = N. A row's bits don't depend on the other rows or on how many there are. Where the CPU multiplies bfloat16
+    (variant avx512_bf16) and the kernel is that, h is rounded to it first.
 
     Arguments:
         x: float32.
@@ -77,7 +79,7 @@ def product(
     require(L >= 1, "kernels", "of at least one layer", L)
     require(activation is None or residual is None, "residual", "None beside an activation", "an array")
     require((scales is not None) == (kernels.dtype == jnp.int8), "scales", "given for int8 kernels alone", scales)
-    return jax.ffi.ffi_call("jaxcb_product", jax.ShapeDtypeStruct((T, N), jnp.float32))(
+    return jax.ffi.ffi_call(target("jaxcb_product"), jax.ShapeDtypeStruct((T, N), jnp.float32))(
         x,
         kernels,
         _optional(scales, "scales", L, O),
@@ -116,7 +118,7 @@ def attention(
     K, D = values.shape[2:]
     require_array(q, "q", (None, None, D), dtypes=("float32",))
     require(q.shape[1] % K == 0, "q", f"of a multiple of {K} heads", q.shape[1])
-    return jax.ffi.ffi_call("jaxcb_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))(
+    return jax.ffi.ffi_call(target("jaxcb_attention"), jax.ShapeDtypeStruct(q.shape, jnp.float32))(
         q,
         _optional(sinks, "sinks", q.shape[1]),
         *_checked(tables),
@@ -173,7 +175,7 @@ def place_and_attend(
     require_array(sin, "sin", cos.shape, dtypes=("float32",))
     require(2 * cos.shape[1] <= D, "cos", f"of at most {D // 2} angles", cos.shape[1])
     out, values, scales = jax.ffi.ffi_call(
-        "jaxcb_place_and_attend",
+        target("jaxcb_place_and_attend"),
         (
             jax.ShapeDtypeStruct((T, H * D), jnp.float32),
             jax.ShapeDtypeStruct(values.shape, values.dtype),
@@ -206,7 +208,7 @@ def untouched(shape: Sequence[int], dtype: Any) -> Shaped[Array, "..."]:
 
     A large one takes up memory only as it is written to, in huge pages where the system has them.
     """
-    return jax.ffi.ffi_call("jaxcb_untouched", jax.ShapeDtypeStruct(tuple(shape), dtype))()
+    return jax.ffi.ffi_call(target("jaxcb_untouched"), jax.ShapeDtypeStruct(tuple(shape), dtype))()
 
 
 def _checked_pages(

@@ -59,5 +59,5 @@ def device_capability() -> tuple[int, int]:
 
 
 def _named() -> Target | None:
-    words = device_kind().upper().split()
+    words = device_kind().upper().replace("-", " ").split()  # NVIDIA A100-SXM4-80GB
     return next((target for name, target in TARGETS.items() if name.upper() in words), None)

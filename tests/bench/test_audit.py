@@ -39,7 +39,7 @@ def step(extra: list[Kernel] | None = None, *, case: Case = DECODE, **changes: A
         False,
         forward,
         [],
-        {"pool_bytes": 100, "most_temp_bytes": 10**8, "forward": facts, "sampler": facts},
+        {"pool_bytes": 100, "most_temp_bytes": 10**8, "forward": facts, "sampler": facts, "truncated": facts},
     )
 
 

@@ -1,95 +1,335 @@
-"""Which engine is given a request: by load and by what its cache holds."""
+"""Which engine is given a request, and when: by room, by what its cache holds and by load; and what becomes of it when
+engines fail."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import functools
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxcb.beam import BeamParams
 from jaxcb.cluster import Replicas
+from jaxcb.cluster.beginnings import BLOCK_TOKENS
 from jaxcb.cluster.replicas import MOST_AHEAD
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
-from jaxcb.request import Request, SamplingParams
+from jaxcb.generate import beam_search, generate
+from jaxcb.request import FinishReason, Request, SamplingParams
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
+from .fake_engine import FakeEngine
+
 PREFIX = list(range(100))
+Make = Callable[..., tuple[Replicas, list[FakeEngine]]]
 
 
-class FakeEngine:
-    """Counts what it is given; everything stays running until ``done``."""
+@pytest.fixture
+def cluster() -> Iterator[Make]:
+    """Makes engines and what stands before them, and ends it."""
+    made: list[Replicas] = []
 
-    name = "fake"
+    def make(count: int, **changes: Any) -> tuple[Replicas, list[FakeEngine]]:
+        engines = [FakeEngine(**changes) for _ in range(count)]
+        made.append(Replicas(engines))  # type: ignore[arg-type]  # stand-ins
+        return made[-1], engines
 
-    def __init__(self, *, max_waiting: int = 10**6):
-        self.healthy = True
-        self.taken: list[str] = []
-        self.num_open = 0
-        self.max_waiting = max_waiting
-
-    def submit(self, request: Request) -> Any:
-        if not self.healthy:
-            raise EngineStoppedError("stopped")
-        if request.prompt_token_ids == [13]:
-            raise RequestError("unlucky", param="prompt")
-        if self.num_open >= self.max_waiting:
-            raise QueueFullError("full")
-        self.taken.append(request.request_id)
-        self.num_open += 1
-        return self
-
-    def stats(self) -> SimpleNamespace:
-        return SimpleNamespace(num_running=self.num_open, num_waiting=0)
-
-    def shutdown(self, *, drain_s: float = 0.0) -> None:
-        self.healthy = False
+    yield make
+    for replicas in made:
+        replicas.shutdown()
 
 
-def cluster(count: int, **changes: Any) -> tuple[Replicas, list[FakeEngine]]:
-    engines = [FakeEngine(**changes) for _ in range(count)]
-    return Replicas(engines), engines  # type: ignore[arg-type]  # stand-ins
+def request(name: str, prompt: list[int] | None = None, *, sampling: dict[str, Any] | None = None, **more: Any):
+    prompt = [int(name) % 250 + 1 if name.isdigit() else 1] if prompt is None else prompt
+    return Request(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(**(sampling or {})), **more)
 
 
-def request(name: str, prompt: list[int], **more: Any) -> Request:
-    return Request(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(), **more)
+def taken(engines: list[FakeEngine]) -> list[list[str]]:
+    return [engine.taken for engine in engines]
 
 
-def test_short_prompts_go_to_the_idlest():
+def eventually(condition: Callable[[], bool]) -> None:
+    """The router works on a thread of its own."""
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+# ---------------------------------------------------------------------- who is given it
+
+
+def test_short_prompts_go_to_the_idlest(cluster: Make):
     replicas, engines = cluster(3)
     for i in range(9):
-        replicas.submit(request(str(i), [i]))
+        replicas.submit(request(str(i)))
     assert [len(engine.taken) for engine in engines] == [3, 3, 3]
 
 
-def test_a_beginning_stays_with_its_engine_until_that_is_too_far_ahead():
+def test_a_beginning_stays_with_its_engine_until_that_is_too_far_ahead(cluster: Make):
     replicas, engines = cluster(2)
-    chosen = []
     for i in range(MOST_AHEAD + 2):
-        chosen.append(replicas.submit(request(str(i), [*PREFIX, i])))
-    assert chosen[: MOST_AHEAD + 1] == [engines[0]] * (MOST_AHEAD + 1)
-    assert chosen[-1] is engines[1], "the home is more than MOST_AHEAD ahead"
-    assert replicas.submit(request("next", [*PREFIX, 999])) is engines[1], "and has moved"
+        replicas.submit(request(str(i), [*PREFIX, i]))
+    assert [len(engine.taken) for engine in engines] == [MOST_AHEAD + 1, 1], "the last: the home is too far ahead"
 
 
-def test_another_salt_is_another_beginning():
+def test_of_two_engines_that_know_a_beginning_the_one_that_knows_more_of_it_is_chosen(cluster: Make):
     replicas, engines = cluster(2)
-    assert replicas.submit(request("a", PREFIX)) is engines[0]
-    assert replicas.submit(request("b", PREFIX, cache_salt="x")) is engines[1], "the idlest"
-    assert replicas.submit(request("c", PREFIX)) is engines[0]
+    long = [i % 250 for i in range(4 * BLOCK_TOKENS)]
+    replicas.submit(request("a", long[: 2 * BLOCK_TOKENS]))
+    replicas.submit(request("b", [9] * BLOCK_TOKENS))  # to the other, for load
+    replicas.submit(request("c", [9] * BLOCK_TOKENS + long))
+    replicas.submit(request("d", [*long, 1]))
+    replicas.submit(request("e", [*long, 2]))
+    assert taken(engines) == [["a", "d", "e"], ["b", "c"]]
 
 
-def test_full_and_stopped_engines_are_passed_by_until_none_is_left():
-    replicas, engines = cluster(2, max_waiting=1)
-    engines[0].healthy = False
-    assert replicas.submit(request("a", [1])) is engines[1]
-    with pytest.raises(QueueFullError):
-        replicas.submit(request("b", [1]))
-    engines[1].healthy = False
+def test_another_salt_is_another_beginning(cluster: Make):
+    replicas, engines = cluster(2)
+    replicas.submit(request("a", PREFIX))
+    replicas.submit(request("b", PREFIX, cache_salt="x"))
+    replicas.submit(request("c", PREFIX))
+    assert taken(engines) == [["a", "c"], ["b"]], "b to the idlest"
+
+
+def test_a_reset_of_the_caches_forgets_the_homes(cluster: Make):
+    replicas, engines = cluster(2)
+    replicas.submit(request("a", PREFIX))
+    replicas.submit(request("b", PREFIX))
+    replicas.reset_prefix_cache()
+    replicas.submit(request("c", PREFIX))
+    assert taken(engines) == [["a", "b"], ["c"]]
+    assert all(engine.did == ["reset"] for engine in engines)
+
+
+def test_a_home_without_room_is_passed_by_where_another_has_room(cluster: Make):
+    replicas, engines = cluster(2, max_num_seqs=2)
+    for name in "abc":
+        replicas.submit(request(name, PREFIX))
+    assert taken(engines) == [["a", "b"], ["c"]]
+
+
+# ---------------------------------------------------------------------- the queue
+
+
+def test_what_no_engine_has_room_for_goes_to_the_first_that_gets_room(cluster: Make):
+    replicas, engines = cluster(2, max_num_seqs=1)
+    for name in "abcd":
+        replicas.submit(request(name))
+    assert taken(engines) == [["a"], ["b"]] and replicas.stats().num_waiting == 2
+    engines[1].end(engines[1].stream_of("b"))
+    eventually(lambda: taken(engines) == [["a"], ["b", "c"]])
+    engines[1].end(engines[1].stream_of("c"))
+    eventually(lambda: taken(engines) == [["a"], ["b", "c", "d"]])
+    assert replicas.stats().num_waiting == 0
+
+
+def test_prompts_that_wait_in_an_engine_count_against_its_free_pages(cluster: Make):
+    replicas, engines = cluster(2, pages=10, admits=False)
+    for i in range(3):
+        replicas.submit(request(str(i), [i] * 90))  # 6 pages
+    assert taken(engines) == [["0"], ["1"]], "two don't fit one engine"
+    engines[0].admits = True
+    eventually(lambda: taken(engines) == [["0", "2"], ["1"]])
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "order"),
+    [
+        ("fcfs", {}, "bcde"),
+        ("priority", {"b": {"priority": 2}, "c": {"priority": 1}, "d": {"priority": 0}, "e": {"priority": 1}}, "dceb"),
+        ("deadline", {"c": {"ttft_deadline_s": 9.0}, "e": {"ttft_deadline_s": 5.0}}, "ecbd"),
+        ("sjf", {"b": {"sampling": {"max_tokens": 9}}, "d": {"sampling": {"max_tokens": 2}}}, "dbce"),
+        ("fair", {"b": {"tenant": "x"}, "c": {"tenant": "x"}, "d": {"tenant": "y"}, "e": {"tenant": "x"}}, "bdce"),
+        (lambda sequence, view: -sequence.request.arrival_s, {}, "edcb"),
+    ],
+)
+def test_the_queue_is_in_the_order_of_the_policy(cluster: Make, policy, fields, order):
+    replicas, [engine] = cluster(1, max_num_seqs=1, policy=policy, priority_ageing_s=1e6)
+    replicas.submit(request("a", tenant="z", priority=0))
+    for i, name in enumerate("bcde"):
+        replicas.submit(request(name, arrival_s=float(i), **fields.get(name, {})))
+    for count in range(2, 6):
+        engine.end(engine.stream_of(engine.taken[-1]))
+        eventually(lambda count=count: len(engine.taken) == count)
+    assert "".join(engine.taken) == f"a{order}"
+
+
+def test_an_urgent_request_goes_to_an_engine_that_makes_room_for_it(cluster: Make):
+    replicas, engines = cluster(2, max_num_seqs=1, policy="priority")
+    replicas.submit(request("a", priority=1))
+    replicas.submit(request("b", priority=5))
+    replicas.submit(request("c", priority=3))
+    replicas.submit(request("d", priority=4))
+    assert taken(engines) == [["a"], ["b", "c"]], "c takes the place of b, and d finds nothing that counts for less"
+
+
+def test_a_head_that_finds_no_room_is_passed_by_so_often(cluster: Make):
+    replicas, [engine] = cluster(1, max_num_seqs=3, max_passes=2)
+    replicas.submit(request("a"))
+    replicas.submit_choices(request("b", sampling={"n": 3}))
+    for name in "cde":
+        replicas.submit(request(name))
+    assert engine.taken == ["a", "c", "d"]
+    for name in "acd":
+        engine.end(engine.stream_of(name))
+    eventually(lambda: engine.taken == ["a", "c", "d", "b"])
+
+
+def test_the_queue_is_bounded_by_answers(cluster: Make):
+    replicas, _engines = cluster(1, max_num_seqs=1)
+    for i in range(4):
+        replicas.submit(request(str(i)))
+    with pytest.raises(QueueFullError, match="3 requests are waiting, the limit is 5"):
+        replicas.submit_choices(request("many", sampling={"n": 3}), blocking=True)
+
+
+def test_the_answers_of_a_request_go_to_one_engine_together(cluster: Make):
+    replicas, engines = cluster(2, max_num_seqs=3)
+    replicas.submit(request("a"))
+    streams = replicas.submit_choices(request("b", sampling={"n": 3, "seed": 7}))
+    assert taken(engines) == [["a"], ["b"]]
+    assert [stream.index for stream in streams] == [0, 1, 2]
+    assert len({stream.request.sampling.seed for stream in streams}) == 3
+    with pytest.raises(RequestError, match="in use"):
+        replicas.submit(request("b"))
+
+
+# ---------------------------------------------------------------------- ends
+
+
+def test_a_request_that_is_dropped_in_the_queue_never_reaches_an_engine(cluster: Make):
+    replicas, [engine] = cluster(1, max_num_seqs=2)
+    replicas.submit_choices(request("a", sampling={"n": 2}))
+    dropped = replicas.submit(request("b"))
+    part = replicas.submit_choices(request("c", sampling={"n": 2}))
+    dropped.abort()
+    dropped.abort()
+    part[0].abort()
+    assert list(dropped)[-1].finish_reason is FinishReason.ABORT
+    assert list(part[0])[-1].finish_reason is FinishReason.ABORT
+    for index in (0, 1):
+        engine.end(engine.stream_of("a", index))
+    eventually(lambda: engine.taken == ["a", "c"])
+    engine.end(part[1])
+    assert list(part[1])[-1].finish_reason is FinishReason.STOP
+    assert replicas.stats().finished["abort"] == 2
+    replicas.submit(request("b"))  # the name is free again
+
+
+def test_abort_by_name_reaches_the_queue_and_the_engines(cluster: Make):
+    replicas, [engine] = cluster(1, max_num_seqs=1)
+    streams = [replicas.submit(request(name)) for name in "ab"]
+    for name in "ab":
+        replicas.abort(name)
+    assert [list(stream)[-1].finish_reason for stream in streams] == [FinishReason.ABORT] * 2
+    assert not engine.running
+
+
+def test_what_has_sent_no_token_is_computed_on_another_engine_when_its_own_fails(cluster: Make):
+    replicas, engines = cluster(2)
+    streams = {name: replicas.submit(request(name)) for name in "abc"}
+    choices = replicas.submit_choices(request("d", sampling={"n": 2}))
+    assert taken(engines) == [["a", "c"], ["b", "d"]]
+    engines[0].token(streams["c"])
+    engines[1].token(choices[1])
+    engines[0].fail()
+    eventually(lambda: taken(engines)[1] == ["b", "d", "a"])
+    [*_, last] = streams["c"]
+    assert (last.finish_reason, last.engine_failed, last.error) == (FinishReason.ERROR, True, "the engine failed")
+    engines[1].token(streams["a"], 5)
+    engines[1].end(streams["a"])
+    [*_, last] = streams["a"]
+    assert (last.finish_reason, list(last.token_ids), last.error) == (FinishReason.STOP, [5], None)
+    assert replicas.healthy and {k: s.state for k, s in replicas.stats_by_engine().items()} == {
+        "0": "stopped",
+        "1": "ok",
+    }
+
+
+def test_a_request_that_brings_engines_down_is_tried_twice_and_no_more(cluster: Make):
+    replicas, engines = cluster(3)
+    stream = replicas.submit(request("a"))
+    engines[0].fail()
+    eventually(lambda: functools.reduce(operator.iadd, taken(engines), []) == ["a", "a"])
+    next(engine for engine in engines if engine.running).fail()
+    [*_, last] = stream
+    assert last.engine_failed and replicas.healthy
+
+
+def test_when_the_last_engine_fails_what_waits_ends_too(cluster: Make):
+    replicas, [engine] = cluster(1, max_num_seqs=1)
+    streams = [replicas.submit(request(name)) for name in "ab"]
+    engine.fail()
+    errors = [list(stream)[-1].error for stream in streams]
+    assert errors == ["the engine failed", "every engine has failed"]
+    assert not replicas.healthy and not replicas.accepting
     with pytest.raises(EngineStoppedError):
-        replicas.submit(request("c", PREFIX))
+        replicas.submit(request("c"))
 
 
-def test_an_impossible_request_is_refused_at_once():
+def test_an_engine_that_hangs_is_given_nothing(cluster: Make):
+    replicas, engines = cluster(2)
+    engines[0].stalled_s = 100.0
+    for name in "ab":
+        replicas.submit(request(name))
+    assert taken(engines) == [[], ["a", "b"]]
+
+
+def test_a_pause_holds_the_queue_too(cluster: Make):
+    replicas, engines = cluster(2)
+    replicas.pause()
+    replicas.submit(request("a"))
+    assert all(engine.paused for engine in engines) and not functools.reduce(operator.iadd, taken(engines), [])
+    replicas.resume()
+    eventually(lambda: functools.reduce(operator.iadd, taken(engines), []) == ["a"])
+
+
+def test_control_reaches_every_engine_that_runs(cluster: Make):
+    replicas, engines = cluster(3)
+    engines[1].fail()
+    replicas.update_params("new", running="keep")
+    replicas.sleep()
+    replicas.wake()
+    assert engines[0].did == engines[2].did == [("update", "new", "keep"), "sleep", "wake"] and not engines[1].did
+    assert not replicas.paused
+    for engine in engines:
+        engine.fail()
+    with pytest.raises(EngineStoppedError, match="no engine is running"):
+        replicas.reset_prefix_cache()
+
+
+def test_a_drain_lets_the_queue_run_dry(cluster: Make):
+    replicas, [engine] = cluster(1, max_num_seqs=1)
+    streams = [replicas.submit(request(name)) for name in "ab"]
+    drain = threading.Thread(target=replicas.shutdown, kwargs={"drain_s": 30.0})
+    drain.start()
+    eventually(lambda: not replicas.accepting)
+    with pytest.raises(EngineStoppedError):
+        replicas.submit(request("c"))
+    engine.end(streams[0])
+    eventually(lambda: engine.taken == ["a", "b"])
+    engine.end(streams[1])
+    drain.join(timeout=10)
+    assert not drain.is_alive()
+    assert [list(stream)[-1].finish_reason for stream in streams] == [FinishReason.STOP] * 2
+
+
+def test_a_shutdown_without_a_drain_ends_what_waits(cluster: Make):
+    replicas, [_engine] = cluster(1, max_num_seqs=1)
+    _, waiting = [replicas.submit(request(name)) for name in "ab"]
+    replicas.shutdown()
+    assert list(waiting)[-1].finish_reason is FinishReason.ABORT
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_an_impossible_request_is_refused_at_once(cluster: Make):
     replicas, engines = cluster(2)
     with pytest.raises(RequestError, match="unlucky"):
         replicas.submit(request("a", [13]))
@@ -105,6 +345,9 @@ def test_engines_that_do_not_belong_together_are_refused():
         Replicas([one, other])  # type: ignore[list-item]  # stand-ins
 
 
+# ---------------------------------------------------------------------- real engines
+
+
 def test_two_real_engines_answer_as_one_and_reuse_the_beginning(make_engines):  # noqa: F811  # the fixture
     replicas = Replicas([make_engines(num_kv_pages=100), make_engines(num_kv_pages=101)])
     sampling = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
@@ -112,3 +355,46 @@ def test_two_real_engines_answer_as_one_and_reuse_the_beginning(make_engines):  
     outputs = [list(replicas.submit(one))[-1] for one in asked]
     assert outputs[0].token_ids == outputs[2].token_ids and outputs[1].token_ids == outputs[3].token_ids
     assert [output.num_cached_tokens for output in outputs] == [0, 96, 96, 96]
+
+
+def test_everything_that_one_real_engine_does_several_do_alike(make_engines):  # noqa: F811
+    one = make_engines(num_kv_pages=102)
+    replicas = Replicas([make_engines(num_kv_pages=100), make_engines(num_kv_pages=101)])
+    prompts = [[(7 * i + j) % 250 for j in range(30)] for i in range(6)]
+    wanted = SamplingParams(n=2, max_tokens=6, temperature=0.9, seed=3, ignore_eos=True)
+
+    def answers(engine) -> list[list[list[int]]]:
+        outputs = generate(prompts, wanted, engine=engine, progress=False)
+        return [[list(choice.token_ids) for choice in output.choices] for output in outputs]
+
+    assert answers(replicas) == answers(one)
+    np.testing.assert_allclose(replicas.embed(prompts), one.embed(prompts), atol=1e-5)
+    pairs = [(prompt, [5, 6]) for prompt in prompts]
+    assert [score.logprob for score in replicas.score(pairs)] == pytest.approx(
+        [score.logprob for score in one.score(pairs)], abs=1e-4
+    )
+    beams = [
+        beam_search(prompts[:3], BeamParams(width=3, max_tokens=4), engine=engine, progress=False)
+        for engine in (replicas, one)
+    ]
+    assert [[c.token_ids for c in output.choices] for output in beams[0]] == [
+        [c.token_ids for c in output.choices] for output in beams[1]
+    ]
+    assert min(sum(stats.finished.values()) for stats in replicas.stats_by_engine().values()) > 3
+    assert not replicas._open and not any(member.load for member in replicas._members)
+
+
+def test_a_real_engine_that_fails_loses_nothing_that_had_not_begun(make_engines, monkeypatch):  # noqa: F811
+    failing, other = make_engines(seed=41), make_engines(seed=42)
+    prompts = [[(3 * i + j) % 250 for j in range(20)] for i in range(4)]
+    wanted = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    expected = [output.token_ids for output in generate(prompts, wanted, engine=other, progress=False)]
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(failing._core, "step", fail)
+    replicas = Replicas([failing, other])
+    outputs = generate(prompts, wanted, engine=replicas, progress=False)
+    assert [output.token_ids for output in outputs] == expected
+    assert [stats.state for stats in replicas.stats_by_engine().values()] == ["stopped", "ok"]

@@ -8,7 +8,16 @@ import pytest
 
 from jaxcb.config import EngineConfig
 from jaxcb.engine import gpu_memory, sizing
-from jaxcb.engine.gpu_memory import FRAGMENTS_BYTES, VARIABLES, Sizes, allowed_bytes, measure, start_jax
+from jaxcb.engine.gpu_memory import (
+    FRAGMENTS_BYTES,
+    HOST_GIB,
+    HOST_VARIABLE,
+    VARIABLES,
+    Sizes,
+    allowed_bytes,
+    measure,
+    start_jax,
+)
 from jaxcb.engine.sizing import limits_of, resolve_config
 from jaxcb.errors import ConfigError
 from jaxcb.sizing import (
@@ -135,6 +144,19 @@ def test_jax_is_started_with_the_engines_part_of_the_gpu(monkeypatch):
     assert seen == ["0.9200"], "a user's own setting stands"
 
 
+def test_jax_may_pin_the_host_memory_that_the_engines_keep_pages_in(monkeypatch):
+    monkeypatch.setattr(gpu_memory, "backends_are_initialized", lambda: False)
+    seen = []
+    monkeypatch.setattr(jax, "devices", lambda: seen.append(os.environ.get(HOST_VARIABLE)))
+    monkeypatch.setenv(VARIABLES[0], "0.3")
+    monkeypatch.delenv(HOST_VARIABLE, raising=False)
+    start_jax(0.5, 100.5)
+    assert seen == [str(HOST_GIB + 101)] and HOST_VARIABLE not in os.environ
+    monkeypatch.setenv(HOST_VARIABLE, "7")
+    start_jax(0.5, 100.5)
+    assert len(seen) == 1, "a user's own setting stands"
+
+
 def test_an_allocator_without_an_account_is_told_of(monkeypatch):
     gpu(monkeypatch)
     with pytest.raises(ConfigError, match="give --kv-cache-memory-bytes or --num-kv-pages"):
@@ -152,3 +174,11 @@ def test_fast_norm_is_refused_where_it_is_not_honoured():
 def test_in_the_interpreter_the_gpu_kernels_are_for_float32():
     with pytest.raises(ConfigError, match="in an interpreter on a CPU, for tests, and in float32 only, got bfloat16"):
         resolve_config(EngineConfig(backend="triton"), SPEC, jnp.dtype("bfloat16"))
+
+
+def test_mosaic_is_refused_with_the_reason():
+    on_cpu = r"backend mosaic can't be used: it is for GPUs of compute capability 9\.0 \(Hopper\); take triton"
+    with pytest.raises(ConfigError, match=on_cpu):
+        resolve_config(EngineConfig(backend="mosaic"), SPEC, jnp.dtype("bfloat16"))
+    with pytest.raises(ConfigError, match="backend mosaic can't be used: deterministic attends to single tokens"):
+        resolve_config(EngineConfig(backend="mosaic", deterministic=True), SPEC, jnp.dtype("bfloat16"))

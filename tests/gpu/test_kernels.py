@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import copy_pages, reference, rms_norm, rope_and_write_kv, silu_mul
+from pallas_kernels import copy_pages, least_kept_weight, reference, rms_norm, rope_and_write_kv, silu_mul
 from pallas_kernels.metadata import device_capability
 from tests.pallas_kernels.batches import attend, ragged_batch, relative_error
 from tests.pallas_kernels.test_attention import FEATURES, TOLERANCE
 from tests.pallas_kernels.test_fused import rope_arguments
 from tests.pallas_kernels.test_page_copy import DESTINATIONS, SOURCES, pool
+from tests.pallas_kernels.test_selection import exact
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,3 +75,14 @@ def test_fused():
     assert relative_error(np.asarray(q), want_q) < 1e-2
     assert relative_error(np.asarray(pages)[6:], want_pages[6:]) < 1e-2
     assert not np.asarray(arrivals).any()
+
+
+@pytest.mark.parametrize("steep", [0.3, 30.0])
+def test_top_k_and_top_p(steep):
+    """Flat rows, and rows that are gathered; sums are exact in any order."""
+    rng = np.random.default_rng(0)
+    weights = exact(rng, (300, 131_071), steep, 0.5)
+    top_k = rng.choice([0, 1, 50, 1000, 131_071], 300).astype(np.int32)
+    top_p = rng.choice([0.0, 0.5, 0.96875, 1.0], 300).astype(np.float32)
+    got = np.asarray(jax.jit(least_kept_weight)(weights, top_k, top_p))
+    np.testing.assert_array_equal(got, reference.least_kept_weight(weights, top_k, top_p))

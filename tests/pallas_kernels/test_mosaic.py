@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels import mosaic
 from tests.pallas_kernels.batches import Batch, attend, ragged_batch, relative_error
 
 OLD = tuple(int(x) for x in jax.__version__.split(".")[:2]) < (0, 11)
@@ -85,3 +87,31 @@ def test_it_is_refused_on_older_jax():
     batch = ragged_batch([(5, 9)], dtype="bfloat16", head_dim=64)
     with pytest.raises(ValueError, match=r"backend must be xla or triton on jax before 0\.11, got 'mosaic'"):
         run(batch, None, True)
+
+
+def on(kind: str) -> Any:
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=device))
+
+
+MODEL: dict[str, Any] = {"dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
+
+
+@pytest.mark.parametrize(
+    "kind, changes, reason",
+    [
+        ("NVIDIA H200", {}, None),
+        ("NVIDIA A100-SXM4-80GB", {}, "it is for GPUs of compute capability 9.0"),
+        ("NVIDIA H200", {"dtype": "float32"}, "it computes in bfloat16 or float16, not in float32"),
+        ("NVIDIA H200", {"head_dim": 80}, "it takes heads of 64, 128, 256 features, not of 80"),
+        ("NVIDIA H200", {"num_heads": 71, "num_kv_heads": 1}, "it takes 64 query heads a KV head, not 71"),
+        ("NVIDIA H200", {"head_dim": 256, "page_size": 128}, "it takes pages of at most 64 tokens at head size 256"),
+    ],
+)
+def test_the_reason_why_a_model_cannot_take_it(kind, changes, reason):
+    with on(kind):
+        found = mosaic.why_not(**MODEL | changes)
+    if OLD and "H200" in kind:
+        reason = f"it needs jax 0.11, this is {jax.__version__}"
+    assert found == reason if reason is None else (found or "").startswith(reason)
+    assert "compute capability" in (mosaic.why_not(**MODEL) or ""), "there is no such GPU here"

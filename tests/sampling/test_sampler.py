@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from jaxcb.sampling import Draws, Tier, sample
-from jaxcb.sampling.threshold import kth_largest, mass_threshold
+from pallas_kernels.xla.threshold import kth_largest, mass_threshold
 
 V = 300
 NONE = -1

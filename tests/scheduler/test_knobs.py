@@ -212,7 +212,8 @@ def test_the_step_time_fit_finds_what_the_steps_were_made_of():
         tokens, context = 1 + i * 37 % 300, i * 101 % 5000
         fit.observe(tokens, context, 2e-3 + 3e-5 * tokens + 4e-7 * context)
     assert fit.seconds(100, 1000) == pytest.approx(2e-3 + 3e-3 + 4e-4, rel=1e-3)
-    assert fit.token_s == pytest.approx(3e-5, rel=1e-3)
+    assert fit.recompute_s(100, 64) == pytest.approx(3e-3 + 4e-7 * (64 + 100), rel=1e-3)
+    assert fit.recompute_s(128, 64) == pytest.approx(128 * 3e-5 + 4e-7 * (64 + 128), rel=1e-3)
     assert fit.tokens_within(0.0054, 1000) == pytest.approx(100, abs=1)
 
 
@@ -228,6 +229,23 @@ def test_auto_preemption_swaps_where_moving_pages_costs_less_than_computing_them
         d.run()
         counters = d.scheduler.counters
         assert counters.preemptions > 0 and (counters.swaps > 0) == wanted
+
+
+def test_auto_preemption_swaps_a_long_context_and_computes_a_short_one_again():
+    """Moving costs the same for each page; a chunk far into a prompt reads more than the first one did."""
+    for length, wanted in ((7, 0), (100, 1)):
+        d = driver(depth=0, max_num_batched_tokens=8, num_kv_pages=64, max_model_len=200, num_host_pages=64)
+        d.scheduler.set_host_page_s(0.003)
+        for i in range(200):
+            tokens, context = 1 + i % 8, i * 37 % 200
+            d.scheduler.step_time.observe(tokens, context, 1e-3 + 1e-3 * tokens + 1e-4 * context)
+        d.add("a", prompt(length), answer_of(4))
+        while not any(row.samples for row in d.step().rows):
+            pass
+        [sequence] = d.scheduler.roster.running.values()
+        d.scheduler.preemption.preempt(sequence)
+        assert d.scheduler.counters.swaps == wanted
+        d.run()
 
 
 def test_a_link_that_was_measured_counts_in_place_of_the_default():

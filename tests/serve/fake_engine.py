@@ -125,7 +125,7 @@ class FakeStream:
         if self._engine.fails or (len(self._ids) == 2 and chr(prompt[0]) == FAILS):
             self._engine.healthy = False
             self._engine._ended(self, FinishReason.ERROR)
-            return self._output([], "", self.ended, error="/secret/path: XlaRuntimeError")
+            return self._output([], "", self.ended, error="/secret/path: XlaRuntimeError", engine_failed=True)
         if len(self._ids) == 2 and chr(prompt[0]) == IMPOSSIBLE:
             self._engine._ended(self, FinishReason.ERROR)
             return self._output([], "", self.ended, error="no token could be sampled")
@@ -301,8 +301,13 @@ class FakeEngine:
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
 
+    def stats_by_engine(self) -> dict[str, SimpleNamespace]:
+        return {"0": self.stats()}
+
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
+            healthy=self.healthy,
+            state="ok" if self.healthy and self.stalled_s < 60 else "stalled" if self.healthy else "stopped",
             num_running=len(self.live),
             num_waiting=self.num_waiting,
             kv_pages_total=PAGES,
@@ -336,9 +341,9 @@ class FakeEngine:
 
 if __name__ == "__main__":
     assert threading.current_thread() is threading.main_thread()
-    module = ModuleType("jaxcb.engine")
-    module.Engine = FakeEngine  # type: ignore[attr-defined]  # stands in for the real one
-    sys.modules["jaxcb.engine"] = module
+    module = ModuleType("jaxcb.cluster")
+    module.start = FakeEngine.start  # type: ignore[attr-defined]  # stands in for the real one
+    sys.modules["jaxcb.cluster"] = module
     from jaxcb.serve.__main__ import main
 
     sys.exit(main())

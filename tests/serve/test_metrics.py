@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from jaxcb.engine import EngineStats
 from jaxcb.serve.app import make_app
 
 from .fake_engine import PAGES, FakeEngine
 
 
 def scrape(client: TestClient) -> dict[tuple[str, ...], float]:
-    """(sample name, other label values...) -> value; every sample must carry the model's name."""
+    """(sample name, other label values...) -> value; every sample must carry the model's name, and what is of an
+    engine that engine's."""
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     samples = {}
@@ -19,6 +25,7 @@ def scrape(client: TestClient) -> dict[tuple[str, ...], float]:
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == "fake-model"
+            assert labels.pop("engine", "0") == "0"
             samples[sample.name, *labels.values()] = sample.value
     return samples
 
@@ -48,6 +55,32 @@ def test_gauges_follow_the_engine(client: TestClient, engine: FakeEngine) -> Non
     assert scrape(client)["vllm:num_requests_running",] == 0
 
 
+def test_several_engines_have_labels_of_their_own_and_sums_are_those_of_the_server() -> None:
+    engine = FakeEngine()
+    parts = {str(index): FakeEngine(num_waiting=index).stats() for index in (0, 1, 2)}
+    parts["1"].finished["stop"] = 4
+    total = EngineStats.total([EngineStats(**stats_of(part)) for part in parts.values()])
+    finished = {**total.finished, "stop": 4, "abort": 2}
+    engine.stats_by_engine = lambda: {name: EngineStats(**stats_of(part)) for name, part in parts.items()}  # type: ignore[method-assign]  # stands in
+    engine.stats = lambda: dataclasses.replace(total, num_waiting=10, finished=finished)  # type: ignore[method-assign]  # stands in
+    with TestClient(make_app(engine)) as client:  # type: ignore[arg-type]  # a stand-in
+        text = client.get("/metrics").text
+    waiting, ends = {}, {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "vllm:num_requests_waiting":
+                waiting[sample.labels["engine"]] = sample.value
+            if sample.name == "vllm:request_success_total":
+                ends[sample.labels["engine"], sample.labels["finished_reason"]] = sample.value
+    assert waiting == {"0": 0, "1": 1, "2": 2, "queue": 7}
+    assert ends["1", "stop"] == 4 and ends["queue", "stop"] == 0 and ends["queue", "abort"] == 2
+
+
+def stats_of(fake: SimpleNamespace) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(EngineStats)}
+    return {name: value for name, value in vars(fake).items() if name in names}
+
+
 def test_times_are_counted_once_a_finished_request_and_once_a_gap() -> None:
     engine = FakeEngine(step_s=0.002)
     with TestClient(make_app(engine)) as client:
@@ -74,9 +107,11 @@ def test_host_memory_is_shown_where_there_is_some(client: TestClient, engine: Fa
         "host_pages_cached": 5,
         "host_pages_brought_back": 7,
         "swaps": 3,
+        "host_page_s": 0.25,
     }
     samples = scrape(client)
     assert samples["vllm:num_requests_swapped",] == 2
+    assert samples["jaxcb:host_kv_page_seconds",] == 0.25
     assert samples["vllm:cpu_cache_usage_perc",] == 10 / 40
     pages = {state: samples["jaxcb:host_kv_pages", state] for state in ("swapped", "cached", "free")}
     assert pages == {"swapped": 10, "cached": 5, "free": 25}

@@ -114,6 +114,18 @@ def test_decodes_in_columns_are_packed_as_rows_are():
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_step_of_plain_decodes_is_packed_as_rows_are():
+    """It takes a shorter way."""
+    layout = StepLayout(Bucket(4, 4, True), P, SLOTS)
+    cold, hot = SamplingParams(temperature=0), SamplingParams(temperature=0.5, seed=7, min_tokens=12)
+    rows = [row_of(3, [-1], start=6, pages=[], sampling=cold), row_of(1, [-1], start=9, pages=[], sampling=hot)]
+    columns = StepPlan(0, [row.sequence for row in rows], [3, 1], [6, 9], {}, [], 2)
+    owners = SlotOwners(SLOTS + 1)
+    owners.enter(rows)
+    for ours, theirs in zip(layout.pack(columns, owners), layout.pack(StepPlan.of(rows, 2), owners), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_more_table_changes_than_an_upload_holds_are_handed_back():
     layout = StepLayout(Bucket(1, 1, True), 1000, SLOTS)
     pages = list(range(1, 31))

@@ -15,8 +15,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 //
 // The first tile of rows brings a panel into the cache, the others find it there. Tiles of one panel ask for the next one.
 template <class W>
-void add_up(const Product& p, int64_t first, int64_t last, int64_t row, int64_t rows, float* sums) {
+void add_up(const Product& p, const Input<W>* x, int64_t first, int64_t last, int64_t row, int64_t rows, float* sums) {
   const W* weights = static_cast<const W*>(p.weights);
+  int64_t x_stride = ceil_div(p.inputs, kStep<W>);
   int64_t panel = kPanel * p.inputs, width = (last - first) * kPanel, tiles = ceil_div(rows, kMostRows);
   int most = most_panels(static_cast<int>(ceil_div(rows, tiles)));
   int64_t block = ceil_div(ceil_div(p.inputs, ceil_div(p.inputs, kInputs)), 4) * 4;
@@ -35,8 +36,9 @@ void add_up(const Product& p, int64_t first, int64_t last, int64_t row, int64_t 
       if (panels == 1 && row == 0) ahead.lines = ceil_div(bytes, 64 * steps * tiles);
       for (int64_t done = 0, t = 0; t < tiles; t++) {
         int64_t count = ceil_div(rows - done, tiles - t);
-        tile_of<W>(count, static_cast<int>(panels))(p.x + (row + done) * p.inputs + k, p.inputs, w, panel, size, k == 0,
-                                                    sums + done * width + (n - first) * kPanel, width, ahead);
+        tile_of<W>(count, static_cast<int>(panels))(
+            x + (row + done) * x_stride + k / kStep<W>, x_stride, w, panel, size, k == 0,
+            sums + done * width + (n - first) * kPanel, width, ahead);
         done += count;
         ahead.next += 64 * ahead.lines * steps;
         if (ahead.next >= end) ahead.lines = 0;
@@ -77,8 +79,32 @@ void finish(const Product& p, int64_t n, int64_t width, int64_t row, int64_t row
   }
 }
 
+constexpr int64_t kTogether = 32;  // rows that are normalised or rounded by one thread
+
+#if defined(JAXCB_BF16_PRODUCTS)
+// Rows of x in pairs of bfloat16, in memory of the calling thread; beside the last of an odd number stands 0.
+const bf16_pair* inputs_of(Pool& pool, const Product& p, const bf16*) {
+  static thread_local Scratch scratch;
+  static_assert(sizeof(bf16_pair) == sizeof(float));
+  int64_t stride = ceil_div(p.inputs, 2);
+  bf16_pair* pairs = reinterpret_cast<bf16_pair*>(scratch.get(p.rows * stride));
+  parallel_for(pool, ceil_div(p.rows, kTogether), [&](int64_t item) {
+    for (int64_t row = item * kTogether; row < std::min(p.rows, (item + 1) * kTogether); row++) {
+      const float* x = p.x + row * p.inputs;
+      for (int64_t i = 0; i + 2 <= p.inputs; i += 2) pairs[row * stride + i / 2] = pair_of(x[i], x[i + 1]);
+      if (p.inputs % 2) pairs[row * stride + stride - 1] = pair_of(x[p.inputs - 1], 0);
+    }
+  });
+  return pairs;
+}
+#endif
+
+template <class W>
+const float* inputs_of(Pool&, const Product& p, const W*) { return p.x; }
+
 template <class W>
 void run(Pool& pool, const Product& p) {
+  const Input<W>* x = inputs_of(pool, p, static_cast<const W*>(nullptr));
   bool gated = p.activation != Activation::kNone;
   int64_t group = gated ? 2 : 1;  // panels that give outputs together
   int64_t groups = ceil_div(p.outputs / group, kPanel);
@@ -92,7 +118,7 @@ void run(Pool& pool, const Product& p) {
     float* sums = scratch.get(std::min(p.rows, chunk) * width);
     for (int64_t row = 0; row < p.rows; row += chunk) {
       int64_t rows = std::min(chunk, p.rows - row);
-      add_up<W>(p, first * group, last * group, row, rows, sums);
+      add_up<W>(p, x, first * group, last * group, row, rows, sums);
       finish(p, first * kPanel, width, row, rows, sums);
     }
   });
@@ -102,7 +128,6 @@ void run(Pool& pool, const Product& p) {
 const float* normalised(Pool& pool, const Product& p) {
   static thread_local Scratch scratch;
   float* h = scratch.get(p.rows * p.inputs);
-  constexpr int64_t kTogether = 32;
   parallel_for(pool, ceil_div(p.rows, kTogether), [&](int64_t item) {
     for (int64_t row = item * kTogether; row < std::min(p.rows, (item + 1) * kTogether); row++) {
       rms_norm(p.x + row * p.inputs, p.norm, p.eps, p.inputs, h + row * p.inputs);

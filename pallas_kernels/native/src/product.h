@@ -4,7 +4,8 @@
 //   gated      y [T, F] = act(h @ w[:F].T + bias[:F]) * (h @ w[F:].T + bias[F:]); a panel of w[:F], then one of w[F:]
 //
 // h is x, or x normalised by its root mean square and scaled. A row of y depends on its row of x alone, to the bit: not
-// on the other rows, nor on how many there are.
+// on the other rows, nor on how many there are. Where the CPU multiplies bfloat16 and the weights are that, h is rounded
+// to it, to the nearest, ties to even; sums are float32.
 #pragma once
 
 #include <cstdint>

@@ -1,12 +1,14 @@
 // The vector layer: one register of float32 lanes, and loads that widen stored numbers to it.
 //
 // load_pairs() takes 16 bfloat16 of which number i and number i + 8 are neighbours: two lie in a word, and widening them
-// costs an operation each.
+// costs an operation each. Where the CPU multiplies bfloat16 (JAXCB_BF16_PRODUCTS), Pairs are registers of two inputs
+// beside each other in every lane, and fma() of them adds two products to a lane at once.
 //
 // Kernels are written once against these names. A backend for another instruction set is another section of this file.
-// AVX2 + FMA + F16C (x86-64-v3), AVX-512 (x86-64-v4) and NEON; the NEON section has been compiled by nobody yet.
+// AVX2 + FMA + F16C (x86-64-v3), AVX-512 (x86-64-v4), with its bfloat16 or without, and NEON.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -61,7 +63,20 @@ inline F32 power_of_two(F32 whole) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(whole), _mm512_set1_epi32(127)), 23));
 }
 inline __m256 fold(F32 a) { return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)); }
-#define JAXCB_FOLD_TO_256(a) ::jaxcb::fold(a)
+#define JAXCB_FOLD_TO_256(a) fold(a)
+
+#if defined(__AVX512BF16__)
+#define JAXCB_BF16_PRODUCTS
+using Pairs = __m512i;
+inline Pairs all(bf16_pair x) { return _mm512_set1_epi32(static_cast<int>(x.bits)); }
+inline Pairs load_dot(const bf16* p) { return _mm512_loadu_si512(p); }
+inline Pairs load_dot_last(const bf16* p) {  // 16 numbers, each beside a zero
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline F32 fma(Pairs a, Pairs b, F32 c) {
+  return _mm512_dpbf16_ps(c, std::bit_cast<__m512bh>(a), std::bit_cast<__m512bh>(b));
+}
+#endif
 
 #elif defined(__AVX2__)
 // ---------------------------------------------------------------- AVX2: 8 lanes, 16 registers
@@ -245,6 +260,12 @@ inline void put(f16* p, float x) {
   float16_t half = static_cast<float16_t>(x);
   memcpy(&p->bits, &half, 2);
 #endif
+}
+inline bf16_pair pair_of(float x, float y) {
+  bf16 low, high;
+  put(&low, x);
+  put(&high, y);
+  return {static_cast<uint32_t>(high.bits) << 16 | low.bits};
 }
 
 }  // namespace jaxcb

@@ -65,6 +65,7 @@ def _search(num_rows: int, holds: Callable[[Float[Array, "S"]], Bool[Array, "S"]
         trial = bits | (1 << (30 - i))
         return jnp.where(holds(lax.bitcast_convert_type(trial, jnp.float32)), trial, bits)
 
-    bits = lax.fori_loop(0, 31, set_bit, jnp.zeros(num_rows, jnp.int32))
+    # On a GPU a loop would break the step's CUDA graph.
+    bits = lax.fori_loop(0, 31, set_bit, jnp.zeros(num_rows, jnp.int32), unroll=platform() == "gpu")
     found = lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(bits < SMALLEST_NORMAL_BITS, 0.0, found)  # devices compare what is smaller as if it were zero

@@ -1,0 +1,95 @@
+"""Channel: messages over a socket. A message is a JSON object and, behind it, raw bytes; nothing that is received is
+ever executed or unpickled.
+
+    magic "JXKV"  length of the JSON: uint32  length of the bytes: uint64  JSON  bytes        (big-endian)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+from jaxcb.errors import ConfigError, JaxcbError
+
+_HEAD = struct.Struct("!4sIQ")
+_MAGIC = b"JXKV"
+MAX_JSON_BYTES = 16 << 20
+MAX_BODY_BYTES = 64 << 20
+"""Of prompts and log-probabilities; KV goes another way."""
+
+
+class PeerError(JaxcbError):
+    """The other side is gone, is silent, or says what makes no sense."""
+
+
+class Channel:
+    """Any thread may send, one receives.
+
+    Arguments:
+        silence_s: the other side counts as dead when nothing comes for so long; None: wait for ever.
+    """
+
+    def __init__(self, sock: socket.socket, silence_s: float | None):
+        self._sock, self._lock = sock, threading.Lock()
+        sock.settimeout(silence_s)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: dict[str, Any], body: bytes = b"") -> None:
+        """Raises PeerError where it can't be sent."""
+        text = json.dumps(message).encode()
+        try:
+            with self._lock:
+                self._sock.sendall(_HEAD.pack(_MAGIC, len(text), len(body)) + text + body)
+        except OSError as error:
+            raise PeerError(f"the other side can't be reached any more: {error}") from error
+
+    def receive(self) -> tuple[dict[str, Any], bytes]:
+        """The next message. Raises PeerError if there will be none."""
+        magic, num_json, num_body = _HEAD.unpack(self._read(_HEAD.size))
+        if magic != _MAGIC or num_json > MAX_JSON_BYTES or num_body > MAX_BODY_BYTES:
+            raise PeerError("what the other side sends is not this protocol: is it a jaxcb engine's --kv-listen?")
+        try:
+            message = json.loads(self._read(num_json))
+        except ValueError as error:
+            raise PeerError(f"the other side sent what is not JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise PeerError(f"the other side sent {type(message).__name__} where a message is an object")
+        return message, self._read(num_body)
+
+    def close(self) -> None:
+        """Wake up whoever receives. Harmless when called again."""
+        with contextlib.suppress(OSError):  # it may not be connected any more
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _read(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            try:
+                part = self._sock.recv(min(count - len(parts), 1 << 20))
+            except TimeoutError as error:
+                raise PeerError(f"nothing came for {self._sock.gettimeout()} s") from error
+            except OSError as error:
+                raise PeerError(f"the connection broke: {error}") from error
+            if not part:
+                raise PeerError("the other side closed the connection")
+            parts += part
+        return bytes(parts)
+
+
+def address_of(text: str, param: str) -> tuple[str, int]:
+    """ "HOST:PORT" or "[V6]:PORT" taken apart.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--{param.replace('_', '-')} must be HOST:PORT, got {text!r}", param=param)
+    return host, int(port)

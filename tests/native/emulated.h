@@ -1,0 +1,48 @@
+// AVX-512 on a CPU that has none, for tests: SIMDe computes each intrinsic (Debian: libsimde-dev). Included before all
+// else, with -march=x86-64-v3 and -DJAXCB_EMULATED=<1 for AVX-512, 2 for its bfloat16 too>.
+#pragma once
+
+#include <cstring>
+
+#include <immintrin.h>
+
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#include <simde/x86/f16c.h>
+
+// What SIMDe 0.7.4 doesn't have, by halves.
+template <class To, class Half>
+inline To emulated_of(Half low, Half high) {
+  To out;
+  std::memcpy(&out, &low, sizeof low);
+  std::memcpy(reinterpret_cast<char*>(&out) + sizeof low, &high, sizeof high);
+  return out;
+}
+template <class Half, class From>
+inline Half emulated_half(From a, int which) {
+  Half out;
+  std::memcpy(&out, reinterpret_cast<const char*>(&a) + which * sizeof out, sizeof out);
+  return out;
+}
+#define EMULATED(name, from, half, to, one)                                                               \
+  inline to emulated_##name(from a) {                                                                     \
+    return emulated_of<to>(one(emulated_half<half>(a, 0)), one(emulated_half<half>(a, 1)));               \
+  }
+EMULATED(cvtepu16_epi32, __m256i, __m128i, simde__m512i, _mm256_cvtepu16_epi32)
+EMULATED(cvtph_ps, __m256i, __m128i, simde__m512, _mm256_cvtph_ps)
+EMULATED(cvtepi32_ps, simde__m512i, __m256i, simde__m512, _mm256_cvtepi32_ps)
+EMULATED(cvtps_epi32, simde__m512, __m256, simde__m512i, _mm256_cvtps_epi32)
+inline simde__m512i emulated_cvtepi8_epi32(__m128i a) {
+  return emulated_of<simde__m512i>(_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8)));
+}
+#define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
+#define _mm512_cvtph_ps emulated_cvtph_ps
+#define _mm512_cvtepi32_ps emulated_cvtepi32_ps
+#define _mm512_cvtps_epi32 emulated_cvtps_epi32
+#define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
+#define _mm512_extractf32x8_ps(a, which) emulated_half<__m256>(a, which)
+
+#define __AVX512F__ 1
+#if JAXCB_EMULATED == 2
+#define __AVX512BF16__ 1
+#endif
