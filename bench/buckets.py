@@ -40,6 +40,7 @@ from bench.common import (
 )
 from bench.full_step import full_plan, repeated
 from bench.inprocess import InProcess, LaunchedStep, add_engine_options, engine_config, exact_length
+from bench.pictures import add_plot_option, bars, picture
 from bench.roofline import Speeds, Work
 from bench.workload import SEED, Workload, make, read
 from jaxcb.scheduler import StepPlan
@@ -155,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     parser.add_argument("--num-requests", type=positive, default=32, metavar="N", help="of the workload; default 32")
     parser.add_argument("--workload", type=Path, metavar="FILE", help="default: like bench/workload.json, by --seed")
     parser.add_argument("--replay", type=positive, metavar="ROUNDS", help="compare with the same steps, unscheduled")
+    add_plot_option(parser, "speed and share of the roofline by bucket")
     args = parser.parse_args(argv)
 
     process = InProcess.load(engine_config(args, enable_prefix_caching=False))
@@ -193,7 +195,24 @@ def main(argv: Sequence[str] | None = None) -> Result:
         result["replay"] = replay_ratio(process, workload, args.replay, progress=progress)
     _print(result)
     save(args.json, result)
+    if args.plot is not None:
+        plot(result["buckets"], args.plot)
     return result
+
+
+def plot(rows: Sequence[Result], file: Path) -> None:
+    """Tokens a second of every bucket, and the share of the roofline that it reaches."""
+    steps = [Spread(**row["step_ms"]) for row in rows]
+    scales = [row["num_tokens"] * 1e3 for row in rows], [100 * row["roofline_ms"] for row in rows]
+    with picture(file, 2, size=(11, 4)) as panels:
+        for axes, scale in zip(panels, scales, strict=True):
+            middle = [one / step.median for one, step in zip(scale, steps, strict=True)]
+            edges = [
+                (at - one / step.p90, one / step.p10 - at) for at, one, step in zip(middle, scale, steps, strict=True)
+            ]
+            bars(axes, [row["bucket"] for row in rows], middle, edges)
+        panels[0].set(ylabel="tok/s")
+        panels[1].set(ylabel="% of the roofline")
 
 
 def _rows(

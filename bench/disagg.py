@@ -35,6 +35,7 @@ from bench.common import (
     show_progress,
 )
 from bench.inprocess import add_engine_options, engine_config, engine_facts
+from bench.pictures import add_plot_option, distribution, picture
 from jaxcb.config import EngineConfig
 from jaxcb.disagg import Disaggregated
 from jaxcb.disagg.start import start_pairs
@@ -211,22 +212,15 @@ def main(argv: Sequence[str] | None = None) -> Result:
 
 
 def plot(result: Result, runs: dict[str, list[Run]], file: Path) -> None:
-    """Gaps between tokens as a distribution, and goodput by rate. Without pyplot, which takes seconds to import."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for name in SYSTEMS:
-        gaps = sorted(1e3 * gap for one in runs[name] for gap in one.gaps_s)
-        left.plot(gaps, [100 * (i + 1) / len(gaps) for i in range(len(gaps))], label=name)
-        right.plot(*zip(*((row["rate"], row[name]) for row in result["goodput"]), strict=True), "o-", label=name)
-    left.set(xscale="log", xlabel="ms between tokens, while prompts come", ylabel="% of the gaps", ylim=(80, 100))
-    right.set(xscale="log", xlabel="requests a second", ylabel="of these within the limits (simulated)")
-    left.legend()
-    right.legend()
-    figure.savefig(file, dpi=120)
+    """Gaps between tokens as a distribution, and goodput by rate."""
+    with picture(file, 2, size=(10, 4)) as (left, right):
+        for name in SYSTEMS:
+            distribution(left, (1e3 * gap for one in runs[name] for gap in one.gaps_s), label=name)
+            right.plot(*zip(*((row["rate"], row[name]) for row in result["goodput"]), strict=True), "o-", label=name)
+        left.set(xscale="log", xlabel="ms between tokens, while prompts come", ylabel="% of the gaps", ylim=(80, 100))
+        right.set(xscale="log", xlabel="requests a second", ylabel="of these within the limits (simulated)")
+        left.legend()
+        right.legend()
 
 
 def _summary(rounds: Sequence[Run]) -> dict[str, float]:
@@ -273,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rates", type=float, nargs="+", default=rates, metavar="R", help="requests/s, simulated")
     parser.add_argument("--ttft", type=float, default=5.0, metavar="S", help="limit of the first token; default 5")
     parser.add_argument("--tpot", type=float, default=0.1, metavar="S", help="limit of a later token; default 0.1")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it, with matplotlib")
+    add_plot_option(parser, "gaps and goodput")
     return parser
 
 

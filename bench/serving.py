@@ -36,12 +36,13 @@ from bench.common import (
     show_progress,
 )
 from bench.peers import Server, parse_server
+from bench.pictures import add_plot_option, distribution, picture
 from bench.server import serving
 from bench.workload import SEED, SHAREGPT_OUTPUTS, SHAREGPT_PROMPTS, Workload, make, read
 from jaxcb.text import Tokenizer
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (50, 90, 99)
@@ -147,23 +148,12 @@ def main(argv: Sequence[str] | None = None) -> Result:
 
 def plot(answers: Sequence[Answer], file: Path) -> None:
     """Draw the distribution of every latency."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3), layout="constrained")
-    panels = figure.subplots(1, len(LATENCIES))
-    for axes, (name, values) in zip(panels, latencies_ms(answers).items(), strict=True):
-        _distribution(axes, name, values)
-    FigureCanvasAgg(figure).print_png(str(file))
-
-
-def _distribution(axes: Axes, name: str, values_ms: Sequence[float]) -> None:
-    """The part of the requests that took at most so long."""
-    ordered = sorted(values_ms)
-    axes.plot(ordered, [100 * (i + 1) / len(ordered) for i in range(len(ordered))])
-    axes.set(xlabel=f"{name.upper()}, ms", ylabel="% at most", ylim=(0, 102))
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
+    with picture(file, len(LATENCIES), size=(10, 3)) as panels:
+        for axes, (name, values) in zip(panels, latencies_ms(answers).items(), strict=True):
+            distribution(axes, values)
+            axes.set(xlabel=f"{name.upper()}, ms", ylabel="% at most", ylim=(0, 102))
+            axes.set_xlim(left=0)
+            axes.grid(alpha=0.3)
 
 
 def _report(summary: Result, limits_ms: Mapping[str, float]) -> str:
@@ -213,7 +203,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="limits in milliseconds on ttft, tpot or e2el, as ttft:500 tpot:50",
     )
     parser.add_argument("--no-warm-up", action="store_false", dest="warm_up", help="leave the first request out")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distributions, with matplotlib")
+    add_plot_option(parser, "the distributions")
     parser.add_argument("serve_flags", nargs="*", metavar="-- FLAG", help="flags of python -m jaxcb.serve")
     return parser.parse_args(argv)
 

@@ -32,6 +32,7 @@ from bench.common import (
     save,
     show_progress,
 )
+from bench.pictures import add_plot_option, bars, picture
 from bench.server import serving
 from jaxcb.cache import cache_dir
 
@@ -82,13 +83,26 @@ def main(argv: Sequence[str] | None = None) -> Result:
         "spread": {kind: {name: spread._asdict() for name, spread in each.items()} for kind, each in spreads.items()},
     }
     save(args.json, result)
+    if args.plot is not None:
+        plot(spreads, args.plot)
     return result
+
+
+def plot(spreads: dict[str, dict[str, Spread]], file: Path) -> None:
+    """Seconds to ready and to the first token, of cold and warm starts."""
+    with picture(file, 2, size=(7, 3)) as panels:
+        for axes, name in zip(panels, ("ready_s", "first_token_s"), strict=True):
+            found = [each[name] for each in spreads.values()]
+            edges = [(one.median - one.p10, one.p90 - one.median) for one in found]
+            bars(axes, list(spreads), [one.median for one in found], edges)
+            axes.set_ylabel(name.removesuffix("_s").replace("_", " ") + ", s")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("startup", __doc__, seed=None, seed_help="of nothing: a start draws no numbers")
     parser.add_argument("--cold", type=positive, default=1, metavar="N", help="cold starts; default 1")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="warm starts; default 5")
+    add_plot_option(parser, "the times")
     parser.add_argument("serve_flags", nargs="*", metavar="-- FLAG", help="flags of python -m jaxcb.serve")
     return parser.parse_args(argv)
 

@@ -48,7 +48,8 @@ def test_the_replay_computes_every_token_once(process):
 def test_the_command_prints_every_bucket(process, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(InProcess, "load", lambda config: process)
     flags = ["--steps", "2", "--context", "24", "--num-requests", "4", "--json", str(tmp_path / "b.json")]
-    result = buckets.main(flags)
+    result = buckets.main([*flags, "--plot", str(tmp_path / "b.png")])
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "b.json").read_text()) == result
     assert [row["bucket"] for row in result["buckets"]] == ["decode 1", "decode 2", "mixed 16"]
     for row in result["buckets"]:

@@ -26,7 +26,8 @@ def starts(monkeypatch, tmp_path):
 
 
 def test_a_cold_start_finds_the_model_and_nothing_compiled(starts, tmp_path, capsys):
-    main(["--rounds", "2", "--json", str(tmp_path / "out.json")])
+    main(["--rounds", "2", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")])
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     everything = {"model", *COMPILED}
     assert starts == [everything, {"model"}, everything, everything]
     assert Path(os.environ["JAXCB_CACHE"]) == tmp_path / "cache"
