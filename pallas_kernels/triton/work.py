@@ -117,7 +117,7 @@ def triton_work(
         tiles = query_tiles(query_starts, context_lens, num_tokens, rows // group, one_path=True)
         return TritonWork(tiles=tiles, splits=None, **shared)
     if decode_only:
-        # 0, 1, ... of which the compiler doesn't know it: beside all-reduces it would write them anew in every layer.
+        # As in _enumerate: 0, 1, ... of which the compiler doesn't know it.
         tokens = jnp.maximum(query_starts[:-1], jnp.arange(num_tokens, dtype=jnp.int32))
         is_decode = jnp.ones(num_tokens, bool)  # padding rows too: theirs is the program that writes zeros
     else:
@@ -197,7 +197,9 @@ def _enumerate(counts: Int32[Array, " S"], size: int) -> tuple[Int32[Array, " si
     counts 2 0 1, size 5  ->  owner 0 0 2 3 3, number 0 1 0 . .
     """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    thing = jnp.arange(size, dtype=jnp.int32)
+    # 0, 1, ... of which the compiler doesn't know it: beside all-reduces it would write what follows from that alone
+    # (of a single row, all) anew in every layer.
+    thing = jnp.maximum(jnp.arange(size, dtype=jnp.int32), jnp.minimum(counts[0], 0))
     # compare_all: any other method is a loop, which would break the step's CUDA graph.
     owner = jnp.searchsorted(ends, thing, side="right", method="compare_all").astype(jnp.int32)
     return owner, thing - (ends - counts).at[owner].get(mode="clip")
