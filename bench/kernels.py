@@ -168,9 +168,9 @@ def measure(dry: bool, budget_s: float, seed: int) -> dict[str, Any]:
         for backend in backends_of(shape, dry)
         if dry or time.perf_counter() < until
     ]
+    selected = select(dry, seed, until)
     swept_names = list(shapes) if dry else ["decode 64 x 1024", "prefill 1 x 4096", "decode 1 x 32768"]
     swept = [sweep(name, shapes[name], limits, dry, seed, until) for name in swept_names]
-    selected = select(dry, seed, until)
     return {"checks": checks, "limits": limits, "timed": timed, "sweep": swept, "selection": selected}
 
 
