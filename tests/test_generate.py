@@ -216,7 +216,7 @@ def test_a_coroutine_needs_no_engine_of_its_own(engine, monkeypatch):
         engine.asked_for = config
         return engine
 
-    monkeypatch.setattr(module.Engine, "start", start)
+    monkeypatch.setattr(module.cluster, "start", start)
     monkeypatch.setattr(module, "_shared", None)
     config = EngineConfig(max_num_seqs=4)
 
@@ -267,7 +267,7 @@ def test_another_config_frees_the_engine_before(monkeypatch, make_engine):  # no
         engine.asked_for = config
         return engine
 
-    monkeypatch.setattr(module.Engine, "start", start)
+    monkeypatch.setattr(module.cluster, "start", start)
     for seqs in (1, 1, 2):
         generate([5], GREEDY, config=EngineConfig(max_num_seqs=seqs), progress=False)
     assert len(made) == 2, "an equal config reuses the engine"

@@ -20,6 +20,7 @@ def update(token: int, text: str, reason: FinishReason | None = None) -> TextUpd
         finish_reason=reason,
         stop_reason=None,
         error=None,
+        engine_failed=False,
         num_cached_tokens=token,
         num_preemptions=0,
         first_token_s=1.0,
