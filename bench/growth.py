@@ -1,6 +1,6 @@
 """What a step's cost follows: the sequences and contexts in it, not the limits that the engine was started with.
 
-First table: decode steps of 1 to 256 sequences by contexts of 128 to 8,192 tokens, as far as the KV cache holds them,
+First table: decode steps of 1 to 256 sequences by contexts of 128 to 8,000 tokens, as far as the KV cache holds them,
 with the ratio to a linear fit over all of them (a + b * sequences + c * KV positions). Second: one and the same step in
 an engine with narrow limits and in one with --factor times the context limit, the sequences and the pages, in turns.
 """
@@ -32,7 +32,7 @@ from bench.full_step import full_plan
 from bench.inprocess import InProcess, add_engine_options, engine_config
 from jaxcb.step.buckets import Bucket
 
-CONTEXTS = (128, 512, 2048, 8192)
+CONTEXTS = (128, 512, 2048, 8000)
 NARROW = {"max_num_seqs": 8, "max_model_len": 512, "num_kv_pages": 512}
 STEP = (8, 256)
 """Sequences and context of the step that both engines run."""
@@ -77,7 +77,7 @@ def measure(process: InProcess, contexts: Sequence[int], num_steps: int, *, prog
 def main(argv: Sequence[str] | None = None) -> Result:
     """The command line."""
     parser = make_parser("growth", __doc__, seed=None, seed_help="of nothing: the steps are made up")
-    add_engine_options(parser, max_num_seqs=256, max_model_len=8256)
+    add_engine_options(parser, max_num_seqs=256, max_model_len=8192)
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="timed for each cell; default 10")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="of the second table; default 5")
     parser.add_argument("--factor", type=positive, default=8, metavar="N", help="of the wide limits; default 8")
