@@ -73,8 +73,8 @@ def test_greedy_tokens_in_bfloat16_differ_only_where_the_margin_is_small(builtin
     ],
 )
 def test_the_loss_on_the_native_kernels(builtin_model, golden, dtype, quantized, int8_kv, closeness):
-    """In float32 the stored one; an int8 KV cache changes the perplexity by 0.2% at most, int8 weights by 1%, and both by
-    no more than that together."""
+    """In float32 the stored one; an int8 KV cache changes the perplexity by 0.2% at most, int8 weights by 1%, and both
+    by no more than that together."""
     assert native.usable(None)
     files = resolve(None)
     spec = files.read_spec()

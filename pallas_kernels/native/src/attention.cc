@@ -287,6 +287,7 @@ class Attention {
   // several tokens, widened once.
   class Plain {
    public:
+    static constexpr bool kAsksAhead = false;
     static size_t size(const Shape& s, const Item& item) {
       size_t widened = sizeof(T) < 4 && item.num_tokens > 3 ? 2 * kBlock * s.head_dim : 0;
       return Softmax::size(s.group(), s.head_dim) + widened;
@@ -342,6 +343,7 @@ class Attention {
   // The same in pairs of bfloat16 (pair_block.h), the rows of all tokens beside each other.
   class InPairs {
    public:
+    static constexpr bool kAsksAhead = true;  // for the next block of positions
     static size_t size(const Shape& s, const Item& item) {
       return PairBlock::size(s.head_dim) + item.num_kv_heads * pairs_of_head(s, item) + Softmax::size(kBlockRows, s.head_dim);
     }
@@ -357,7 +359,11 @@ class Attention {
     }
 
     void attend(int64_t k, int64_t b, int64_t first, int64_t last, const Located& found, Softmax state) {
-      block_.fill(found.keys, found.values, first - b * kBlock, last - b * kBlock);
+      Located next;
+      int64_t next_end = std::min(last + kBlock, at_.end_of(item_));
+      at_.locate(item_.sequence, item_.kv_head + k, last, next_end, next);
+      block_.fill(found.keys, found.values, first - b * kBlock, last - b * kBlock, next.keys, next.values,
+                  next_end - last);
       int64_t group = s_.group(), row = 0, end = item_.num_tokens * group;
       while (row < end && sees(row, b) == 0) row += group - row % group;
       while (end > row && sees(end - 1, b) == 0) end -= group;
@@ -434,7 +440,7 @@ class Attention {
     auto [begin_block, end_block] = blocks(item.sequence, item.token, item.num_tokens);
     for (int64_t b = begin_block; b < end_block; b++) {
       int64_t first = seen(item, 0, b).first, last = seen(item, item.num_tokens - 1, b).second;
-      touch_block(item, b);
+      if (b == begin_block || !Work::kAsksAhead) touch_block(item, b);
       for (int64_t k = 0; k < item.num_kv_heads; k++) {
         Located found;
         locate(item.sequence, item.kv_head + k, first, last, found);

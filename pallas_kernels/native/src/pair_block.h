@@ -29,16 +29,19 @@ class PairBlock {
       : keys_(reinterpret_cast<bf16_pair*>(memory)), values_(keys_ + kBlock * padded(head_dim) / 2), head_dim_(head_dim),
         width_(padded(head_dim)) {}
 
-  // Takes positions [begin, end) of the block. Others count as zeros, and rows give them no weight.
-  void fill(const bf16* const* keys, const bf16* const* values, int64_t begin, int64_t end) {
-    auto part = [&](const bf16* const* rows, int64_t position, int64_t d) {
+  // Takes positions [begin, end) of the block. Others count as zeros, and rows give them no weight. On the way it asks
+  // for the first positions of the next block, one line for each that it reads: of more at once most would be dropped.
+  void fill(const bf16* const* keys, const bf16* const* values, int64_t begin, int64_t end,
+            const bf16* const* next_keys, const bf16* const* next_values, int64_t next_end) {
+    auto part = [&](const bf16* const* rows, const bf16* const* next, int64_t position, int64_t d) {
+      if (position < next_end) __builtin_prefetch(next[position] + d, 0, 2);
       return begin <= position && position < end ? load_up_to(rows[position - begin] + d, head_dim_ - d) : no_pairs();
     };
     vectors_ = static_cast<int>((end + kLanes - 1) / kLanes), first_ = begin / 2, last_ = (end + 1) / 2;
     for (int64_t v = 0; v < vectors_; v++) {
       for (int64_t d = 0; d < width_; d += 2 * kLanes) {
         Pairs x[kLanes];
-        for (int64_t i = 0; i < kLanes; i++) x[i] = part(keys, v * kLanes + i, d);
+        for (int64_t i = 0; i < kLanes; i++) x[i] = part(keys, next_keys, v * kLanes + i, d);
         transpose(x);
         bf16_pair* to = keys_ + (v * width_ + d) / 2 * kLanes;
 #pragma GCC unroll 16
@@ -48,7 +51,7 @@ class PairBlock {
     for (int64_t pair = first_; pair < last_; pair++) {
       for (int64_t d = 0; d < width_; d += 2 * kLanes) {
         Pairs both[2];
-        interleave(part(values, 2 * pair, d), part(values, 2 * pair + 1, d), both);
+        interleave(part(values, next_values, 2 * pair, d), part(values, next_values, 2 * pair + 1, d), both);
         store(values_ + pair * width_ + d, both[0]);
         store(values_ + pair * width_ + d + kLanes, both[1]);
       }

@@ -13,8 +13,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Sums of panels [first, last) for rows [row, row + rows), into sums[rows][(last - first) * kPanel].
 //
-// The first tile of rows brings panels into the cache, the others find them there. Tiles of one panel ask for the next
-// one, tiles of int8 for the next ones: several panels of wider weights come as fast by themselves (measured).
+// The first tile of rows brings panels into the cache, the others find them there; all ask for the next panels while they
+// compute, at an even rate.
 template <class W>
 void add_up(const Product& p, const Input<W>* x, int64_t first, int64_t last, int64_t row, int64_t rows, float* sums) {
   const W* weights = static_cast<const W*>(p.weights);
@@ -34,7 +34,7 @@ void add_up(const Product& p, const Input<W>* x, int64_t first, int64_t last, in
       Ahead ahead{reinterpret_cast<const char*>(next), 0};
       int64_t bytes = panels * size * kPanel * static_cast<int64_t>(sizeof(W)), steps = std::max<int64_t>(1, size / 4);
       const char* end = ahead.next + bytes;
-      if ((panels == 1 || sizeof(W) == 1) && row == 0) ahead.lines = ceil_div(bytes, 64 * steps * tiles);
+      if (row == 0) ahead.lines = ceil_div(bytes, 64 * steps * tiles);
       for (int64_t done = 0, t = 0; t < tiles; t++) {
         int64_t count = ceil_div(rows - done, tiles - t);
         tile_of<W>(count, static_cast<int>(panels))(
