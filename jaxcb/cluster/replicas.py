@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import random
 import threading
 import time
@@ -30,6 +31,8 @@ from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, Reques
 from jaxcb.request import FinishReason, Request
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text.worker import TextUpdate
+
+logger = logging.getLogger(__name__)
 
 MOST_AHEAD = 8
 """Answers that the engine with the longest beginning may have to do more than the idlest."""
@@ -84,6 +87,7 @@ class Replicas(ServingEngine):
 
     def submit_choices(self, request: Request, *, blocking: bool = False) -> list[OutputStream]:
         self.check_request(request)
+        request = prepare.with_words_and_states(request, self.tokenizer, self.config.logits_processors)
         if request.sampling.structured_outputs is not None:
             self.compile_grammar(request.sampling.structured_outputs)
         loop = None if blocking else running_loop()
@@ -164,20 +168,35 @@ class Replicas(ServingEngine):
                 self._changed.wait(POLL_S if self._queue else None)
 
     def _hand_out(self) -> None:
-        """Give engines what they have room for. The caller holds the lock."""
+        """Give engines what they have room for. Whatever fails, nobody waits for ever. The caller holds the lock."""
         if self._paused:
             return
+        try:
+            self._look()
+        except Exception as error:
+            logger.exception("routing failed")
+            self._fail_all(f"the router failed: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        """Go through the queue once."""
         refusing: set[Member] = set()
         while (entry := self._queue.head()) is not None:
             if not self.healthy:
-                self._fail_all()
+                self._fail_all("every engine has failed")
                 break
-            member = self._choose(entry, refusing)
-            if member is None:
-                if not self._queue.pass_by(entry):
-                    break
-            elif not self._give(entry, member):
-                refusing.add(member)
+            try:
+                member = self._choose(entry, refusing)
+                if member is not None and not self._give(entry, member):
+                    refusing.add(member)
+            except RequestError as error:
+                self._fail(entry, str(error))
+                continue
+            except Exception as error:
+                logger.exception("%s can't be handed to an engine", entry.request.request_id)
+                self._fail(entry, f"the router failed: {type(error).__name__}: {error}", engine_failed=True)
+                continue
+            if member is None and not self._queue.pass_by(entry):
+                break
         self._queue.restore()
 
     def _choose(self, entry: Entry, refusing: set[Member]) -> Member | None:
@@ -194,7 +213,11 @@ class Replicas(ServingEngine):
         return min(near, key=lambda member: (-known[self._members.index(member)], member.load))
 
     def _give(self, entry: Entry, member: Member) -> bool:
-        """Hand a request over; False if the engine doesn't take it now."""
+        """Hand a request over; False if the engine doesn't take it now.
+
+        Raises:
+            RequestError: it never takes it.
+        """
         self._queue.take(entry)
         member.given(entry)
         for stream in entry.streams:
@@ -207,6 +230,9 @@ class Replicas(ServingEngine):
             self._queue.put_back(entry)
             self._wait(entry)
             return False
+        except BaseException:
+            member.taken_back(entry)
+            raise
         self._beginnings.sent(entry.blocks, self._members.index(member))
         return True
 
@@ -231,19 +257,27 @@ class Replicas(ServingEngine):
         if not streams:
             del self._open[stream.request.request_id]
 
-    def _end_unserved(self, stream: OutputStream, reason: FinishReason, error: str | None = None) -> None:
+    def _end_unserved(
+        self, stream: OutputStream, reason: FinishReason, error: str | None = None, *, engine_failed: bool = False
+    ) -> None:
         """End an answer that no engine has."""
         self._finished[reason.value] += 1
         self._forget(stream)
+        stream.at_end = None
         stream.given_to(nobody)
-        deliver([(stream, TextUpdate.ending(reason, time.monotonic(), error))])
+        deliver([(stream, TextUpdate.ending(reason, time.monotonic(), error, engine_failed=engine_failed))])
         self._changed.notify_all()
 
-    def _fail_all(self) -> None:
-        for entry in self._queue.entries:
+    def _fail(self, entry: Entry, error: str, *, engine_failed: bool = False) -> None:
+        """End a request that no engine has, or that none takes."""
+        if entry in self._queue:
             self._queue.drop(entry)
-            for stream in entry.streams:
-                self._end_unserved(stream, FinishReason.ERROR, "every engine has failed")
+        for stream in entry.streams:
+            self._end_unserved(stream, FinishReason.ERROR, error, engine_failed=engine_failed)
+
+    def _fail_all(self, error: str) -> None:
+        for entry in self._queue.entries:
+            self._fail(entry, error, engine_failed=True)
 
     # ------------------------------------------------------------------ what they are doing
 

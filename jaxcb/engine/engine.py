@@ -189,12 +189,13 @@ class Engine(ServingEngine):
 
     def submit_into(self, request: Request, streams: Sequence[OutputStream], *, source: Source | None = None) -> None:
         """Queue a request whose answers go into streams that the caller made, one for each of
-        :func:`jaxcb.engine.prepare.choices_of` it, in their order. It brings its seed, if it draws. With a source, as
-        :meth:`submit_elsewhere`.
+        :func:`jaxcb.engine.prepare.choices_of` it, in their order. It brings its seed, if it draws, and what
+        :func:`jaxcb.engine.prepare.with_words_and_states` gives it. With a source, as :meth:`submit_elsewhere`.
 
         Errors as for :meth:`submit_choices`.
         """
-        request, grammar = self._prepared(request)
+        self.check_request(request)
+        grammar = self._grammar_of(request)
         with self._inbox.lock:
             self._check_room(request)
             add = self._adding(source)
@@ -293,10 +294,12 @@ class Engine(ServingEngine):
     def _prepared(self, request: Request) -> tuple[Request, Grammar | None]:
         """What is done of a request before the lock is taken, which takes its time."""
         self.check_request(request)
-        request = prepare.with_words(request, self.tokenizer)
-        request = prepare.with_processor_states(request, self.config.logits_processors)
+        request = prepare.with_words_and_states(request, self.tokenizer, self.config.logits_processors)
+        return request, self._grammar_of(request)
+
+    def _grammar_of(self, request: Request) -> Grammar | None:
         structured = request.sampling.structured_outputs
-        return request, None if structured is None else self._grammars.compile(structured)
+        return None if structured is None else self._grammars.compile(structured)
 
     def _check_room(self, request: Request) -> None:
         """Raise if the engine takes nothing now. The caller holds the inbox's lock."""

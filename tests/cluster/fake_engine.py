@@ -49,6 +49,8 @@ class FakeEngine:
     def submit_into(self, request: Request, streams: Sequence[OutputStream]) -> None:
         if not self.healthy:
             raise EngineStoppedError("stopped")
+        if list(request.prompt_token_ids) in ([14], [15]):
+            raise RequestError("not here", param="prompt") if request.prompt_token_ids[0] == 14 else OSError("broken")
         self.taken.append(streams[0].request.request_id)
         self.running[request.request_id] = list(streams)
         for stream in streams:

@@ -3,6 +3,7 @@ engines fail."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import threading
@@ -19,6 +20,7 @@ from jaxcb.cluster.beginnings import BLOCK_TOKENS
 from jaxcb.cluster.replicas import MOST_AHEAD
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.generate import beam_search, generate
+from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.request import FinishReason, Request, SamplingParams
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
@@ -237,6 +239,70 @@ def test_a_request_that_is_dropped_in_the_queue_never_reaches_an_engine(cluster:
     replicas.submit(request("b"))  # the name is free again
 
 
+def test_the_answers_of_a_request_of_which_some_were_dropped_keep_its_place(cluster: Make):
+    """They have the rank of the whole, so nothing but their order in the queue tells them apart."""
+    replicas, [engine] = cluster(1, max_num_seqs=3)
+    replicas.submit_choices(request("a", sampling={"n": 2}))
+    replicas.submit_choices(request("b", sampling={"n": 2}))
+    first, *others = replicas.submit_choices(request("c", sampling={"n": 3}))
+    first.abort()
+    assert replicas.stats().num_waiting == 4
+    for index in (0, 1):
+        engine.end(engine.stream_of("a", index))
+    eventually(lambda: engine.taken == ["a", "b", "c"])
+    for stream in [*(engine.stream_of("b", index) for index in (0, 1)), others[0]]:
+        engine.end(stream)
+    eventually(lambda: engine.taken == ["a", "b", "c", "c"])
+    engine.end(others[1])
+    assert {list(stream)[-1].finish_reason for stream in others} == {FinishReason.STOP}
+
+
+def test_all_answers_of_a_request_are_retried_when_their_engine_fails(cluster: Make):
+    replicas, engines = cluster(2, max_num_seqs=4)
+    replicas.submit(request("a"))
+    replicas.submit_choices(request("b", sampling={"n": 3}))
+    assert taken(engines) == [["a"], ["b"]]
+    engines[1].fail()
+    eventually(lambda: taken(engines)[0] == ["a", "b", "b", "b"])
+
+
+@pytest.mark.parametrize(
+    ("token", "error", "engine_failed"),
+    [(14, "not here", False), (15, "the router failed: OSError: broken", True)],
+)
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "from the queue"])
+def test_a_request_that_only_an_engine_refuses_ends_with_the_reason_and_the_others_go_on(
+    cluster: Make, token, error, engine_failed, waits
+):
+    replicas, [engine] = cluster(1, max_num_seqs=2)
+    if waits:
+        running = replicas.submit_choices(request("a", sampling={"n": 2}))
+    streams = replicas.submit_choices(request("b", [token], sampling={"n": 2}))
+    behind = replicas.submit(request("c"))
+    if waits:
+        for stream in running:
+            engine.end(stream)
+    for stream in streams:
+        [*_, last] = stream
+        assert (last.finish_reason, last.error, last.engine_failed) == (FinishReason.ERROR, error, engine_failed)
+    eventually(lambda: engine.taken[-1:] == ["c"])
+    engine.end(behind)
+    assert not replicas._open and not any(member.load for member in replicas._members)
+    replicas.submit(request("b"))  # the name is free again
+
+
+def test_when_routing_itself_fails_nobody_waits_for_ever(cluster: Make, monkeypatch):
+    replicas, [engine] = cluster(1, max_num_seqs=1)
+    running, waiting = [replicas.submit(request(name)) for name in "ab"]
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas._queue, "head", lambda: 1 / 0)
+        [*_, last] = waiting
+    assert last.engine_failed and "ZeroDivisionError" in last.error
+    engine.end(running)
+    replicas.submit(request("c"))
+    assert engine.taken == ["a", "c"]
+
+
 def test_abort_by_name_reaches_the_queue_and_the_engines(cluster: Make):
     replicas, [engine] = cluster(1, max_num_seqs=1)
     streams = [replicas.submit(request(name)) for name in "ab"]
@@ -398,6 +464,30 @@ def test_everything_that_one_real_engine_does_several_do_alike(make_engines):  #
     ]
     assert min(sum(stats.finished.values()) for stats in replicas.stats_by_engine().values()) > 3
     assert not replicas._open and not any(member.load for member in replicas._members)
+
+
+def test_what_a_logits_processor_or_the_tokenizer_refuses_is_refused_where_it_is_asked_for(make_engines):  # noqa: F811
+    started = []
+
+    def start(extra_args, prompt):
+        started.append(extra_args)
+        if extra_args["even"] % 2:
+            raise ValueError("odd")
+        return np.zeros((), np.float32)
+
+    processor = LogitsProcessor(
+        blank=np.zeros((), np.float32), start=start, apply=lambda logits, states: logits, arguments=("even",)
+    )
+    replicas = Replicas([make_engines(logits_processors=(processor,), num_kv_pages=99)])
+    wanted = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, extra_args={"even": 1})
+    with pytest.raises(RequestError, match="refused the request: odd"):
+        replicas.submit(request("a", sampling=dataclasses.asdict(wanted)))
+    with pytest.raises(RequestError, match="bad_words"):
+        replicas.submit(request("b", sampling={"bad_words": ["x" * 100], "extra_args": {"even": 2}}))
+    started.clear()
+    sampling = {"max_tokens": 2, "ignore_eos": True, "extra_args": {"even": 2}, "bad_words": ["x"]}
+    assert list(replicas.submit(request("c", sampling=sampling)))[-1].finish_reason is FinishReason.LENGTH
+    assert len(started) == 1, "the engine takes what was prepared"
 
 
 def test_a_real_engine_that_fails_loses_nothing_that_had_not_begun(make_engines, monkeypatch):  # noqa: F811
