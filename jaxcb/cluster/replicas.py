@@ -133,11 +133,10 @@ class Replicas(ServingEngine):
 
     def abort(self, request_id: str) -> None:
         with self._changed:
-            streams = list(self._open.get(request_id, ()))
+            beams = [stream for stream in self._at if stream.request.request_id == request_id]  # forked in the engines
+            streams = {*self._open.get(request_id, ()), *beams}
         for stream in streams:
             stream.abort()
-        for engine in self.engines:  # beams, which were forked there
-            engine.abort(request_id)
 
     def _abort(self, entry: Entry, stream: OutputStream) -> None:
         """Of an answer that stood in the queue when its stream learned to end it so."""
@@ -239,10 +238,13 @@ class Replicas(ServingEngine):
     def _at_end(self, entry: Entry, stream: OutputStream, update: TextUpdate) -> bool:
         """On an engine's text thread: an answer has ended there. True: it goes on elsewhere."""
         with self._changed:
-            self._at[stream].ended(entry)
+            member = self._at[stream]
+            member.ended(entry)
             stream.at_end = None
-            again = update.engine_failed and not stream.num_delivered and not entry.was_retried and self.healthy
+            again = update.engine_failed and not stream.num_delivered and not entry.was_retried
+            again = again and self.healthy and not self._stopping
             if again:
+                member.num_moved += 1
                 self._wait(self._queue.part(entry, stream, is_retry=True))
             else:
                 self._forget(stream)
@@ -282,7 +284,7 @@ class Replicas(ServingEngine):
     # ------------------------------------------------------------------ what they are doing
 
     def stats_by_engine(self) -> dict[str, EngineStats]:
-        return {str(index): engine.stats() for index, engine in enumerate(self.engines)}
+        return {str(index): member.stats() for index, member in enumerate(self._members)}
 
     def stats(self) -> EngineStats:
         """Of all engines and of the queue before them."""

@@ -257,6 +257,25 @@ def test_the_answers_of_a_request_of_which_some_were_dropped_keep_its_place(clus
     assert {list(stream)[-1].finish_reason for stream in others} == {FinishReason.STOP}
 
 
+def test_an_abort_means_the_client_s_name_not_what_an_engine_calls_a_request(cluster: Make):
+    replicas, [engine] = cluster(1, max_num_seqs=2)
+    stream, other = [replicas.submit(request(name)) for name in ("a", "0-a")]
+    assert list(engine.running) == ["0-a", "1-0-a"]
+    replicas.abort("0-a")
+    assert list(other)[-1].finish_reason is FinishReason.ABORT
+    assert list(engine.running) == ["0-a"] and not engine.did
+    engine.end(stream)
+
+
+def test_nothing_is_queued_again_once_nobody_hands_out_any_more(cluster: Make):
+    replicas, engines = cluster(2)
+    stream = replicas.submit(request("a"))
+    engines[0].shutdown = lambda drain_s: engines[0].fail()
+    engines[1].shutdown = lambda drain_s: None
+    replicas.shutdown()
+    assert stream._ended
+
+
 def test_all_answers_of_a_request_are_retried_when_their_engine_fails(cluster: Make):
     replicas, engines = cluster(2, max_num_seqs=4)
     replicas.submit(request("a"))
@@ -327,6 +346,8 @@ def test_what_has_sent_no_token_is_computed_on_another_engine_when_its_own_fails
     engines[1].end(streams["a"])
     [*_, last] = streams["a"]
     assert (last.finish_reason, list(last.token_ids), last.error) == (FinishReason.STOP, [5], None)
+    finished = replicas.stats().finished
+    assert (finished["error"], finished["stop"]) == (1, 1), "c and a: each has ended once"
     assert replicas.healthy and {k: s.state for k, s in replicas.stats_by_engine().items()} == {
         "0": "stopped",
         "1": "ok",
