@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -53,3 +53,10 @@ def assert_nothing_is_held(*engines: Engine, within_s: float = 10.0) -> None:
             assert time.monotonic() < deadline, stats
             time.sleep(0.005)
         engine._inbox.call(engine._scheduler.check)
+
+
+def wait_for(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

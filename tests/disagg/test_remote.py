@@ -26,7 +26,7 @@ from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError
 from jaxcb.request import SamplingParams
 from jaxcb.structured_outputs import StructuredOutputs
-from tests.disagg.run import PROMPTS, SAMPLING, answers, assert_nothing_is_held, keep_roles, tokens_of
+from tests.disagg.run import PROMPTS, SAMPLING, answers, assert_nothing_is_held, keep_roles, tokens_of, wait_for
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
 LONG = [[(7 * i * j + 3 * j) % 250 for j in range(500)] for i in range(1, 5)]
@@ -115,9 +115,9 @@ def test_the_answers_are_those_of_one_engine_whatever_is_asked_for(prefill, deco
     ]
     expected = answers(plain, prompts, sampling)
     with serving(prefill) as server, linked(decode, server.address) as front:
-        before = decode.incoming.totals.requests
+        before = decode.handovers.incoming.totals.requests
         given = answers(front, prompts, sampling)
-        assert decode.incoming.totals.requests - before == len(prompts)
+        assert decode.handovers.incoming.totals.requests - before == len(prompts)
     assert tokens_of(given) == tokens_of(expected)
     assert given[12][1].logprobs.top_ids.tolist() == expected[12][1].logprobs.top_ids.tolist()
 
@@ -130,14 +130,14 @@ def test_a_prefill_process_is_killed_at_every_stage_and_no_answer_differs(decode
         [link] = front.links
         for stage in ("chunks", "before the ack", "decoding", "before"):
             decode.reset_prefix_cache()
-            pages = decode.incoming.totals.pages
+            pages = decode.handovers.incoming.totals.pages
             results: list[list[list[list[int]]]] = []
             answering = threading.Thread(
                 target=lambda into=results: into.append(tokens_of(answers(front, LONG, [GREEDY] * 4)))
             )
             answering.start()
             if stage != "before":
-                wait_for(lambda pages=pages: decode.incoming.totals.pages > pages)
+                wait_for(lambda pages=pages: decode.handovers.incoming.totals.pages > pages)
                 if stage == "before the ack":
                     decode.pause()
                     time.sleep(0.1)
@@ -159,15 +159,15 @@ def test_jax_s_transfer_server_carries_pages_too_and_outlives_a_killed_peer(deco
     expected = tokens_of(answers(plain, LONG, [GREEDY] * 4))
     process = Process("prefill", "0", "--connector", "transfer", "--delay-s", "0.03")
     with linked(decode, ("127.0.0.1", process.told("port")), "transfer") as front:
-        before = decode.incoming.totals.requests
+        before = decode.handovers.incoming.totals.requests
         assert tokens_of(answers(front, LONG, [GREEDY] * 4)) == expected
-        assert decode.incoming.totals.requests - before == 4
+        assert decode.handovers.incoming.totals.requests - before == 4
         decode.reset_prefix_cache()
-        pages = decode.incoming.totals.pages
+        pages = decode.handovers.incoming.totals.pages
         results: list[list[list[list[int]]]] = []
         answering = threading.Thread(target=lambda: results.append(tokens_of(answers(front, LONG, [GREEDY] * 4))))
         answering.start()
-        wait_for(lambda: decode.incoming.totals.pages > pages)
+        wait_for(lambda: decode.handovers.incoming.totals.pages > pages)
         process.kill()
         answering.join()
         assert results == [expected]
@@ -209,6 +209,7 @@ def test_sides_that_do_not_fit_are_refused_with_the_reason(prefill, decode, make
         for changes, secret, words in (
             ({}, "wrong", "--kv-secret"),
             ({"jaxcb": "0.0.1"}, "right", "versions of jaxcb: '0.0.1' here"),
+            ({"devices": "2"}, "right", r"numbers of devices \(tensor_parallel_size\): '2' here, '1' there"),
             ({"weights": "0"}, "right", "different weights of the model"),
             ({"page": "2x2x8x2x16 float32"}, "right", "different pages"),
             ({"connector": "transfer"}, "right", "different connectors: 'transfer' here, 'shm' there"),
@@ -244,13 +245,10 @@ def test_weights_are_not_changed_on_one_side_alone(prefill, decode, params):  # 
     with (
         serving(prefill) as server,
         linked(decode, server.address) as front,
-        pytest.raises(ConfigError, match="another process"),
     ):
-        front.update_params(params)
-
-
-def wait_for(condition, within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+        for engine in (front, decode, prefill):
+            with pytest.raises(ConfigError, match="another process") as error:
+                engine.update_params(params)
+            assert error.value.param == "params"
+    for engine in (decode, prefill):
+        engine.update_params(params)
