@@ -32,10 +32,10 @@ def pack_request(request: Request) -> tuple[dict[str, Any], bytes]:
         raise RequestError("extra_args hold what JSON can't say, so they can't be sent", param="extra_args")
     fields = {
         "id": request.request_id,
-        "age_s": time.monotonic() - request.arrival_s,  # clocks of other machines start elsewhere
-        "priority": request.priority,
+        "age_s": float(time.monotonic() - request.arrival_s),  # clocks of other machines start elsewhere
+        "priority": float(request.priority),  # they may be numpy's
         "tenant": request.tenant,
-        "ttft_deadline_s": request.ttft_deadline_s,
+        "ttft_deadline_s": None if request.ttft_deadline_s is None else float(request.ttft_deadline_s),
         "cache_salt": request.cache_salt,
         "sampling": dataclasses.asdict(request.sampling),
     }

@@ -55,6 +55,8 @@ class RemoteLink:
         self._open: dict[str, int] = {}  # request -> tokens of its prompt, until its first token is here
         self._reported_tokens, self._works = 0, True
         self._stopping = threading.Event()
+        self._why_not = ""
+        """The last try to connect again failed for this reason."""
         self._channel: Channel | None = None
         """Of the newest connection, from its first message on."""
         self._session: _Session | None = self._connect()
@@ -204,8 +206,10 @@ class RemoteLink:
         try:
             self._session = self._connect()
             logger.warning("the prefill engine at %s:%d is back", *self._address)
+            self._why_not = ""
         except ConfigError as error:
-            logger.debug("%s", error)
+            logger.log(logging.DEBUG if str(error) == self._why_not else logging.WARNING, "%s", error)  # once
+            self._why_not = str(error)
         except Exception:
             logger.exception("the prefill engine at %s:%d", *self._address)
 

@@ -257,20 +257,22 @@ class Engine(ServingEngine):
     def fork(
         self, parents: Sequence[OutputStream], children: Sequence[tuple[Request, int]], *, blocking: bool = False
     ) -> list[OutputStream]:
-        for request, _ in children:
+        ready = []
+        for request, parent in children:
             prepare.check_single(request)
             self.check_request(request)
             if request.sampling.structured_outputs is not None:
                 raise RequestError("a fork can't be held to a grammar", param="structured_outputs")
+            request = prepare.with_words_and_states(request, self.tokenizer, self.config.logits_processors)
+            ready.append((request, parent))
         loop = None if blocking else running_loop()
         with self._inbox.lock:
             self._inbox.check_open()
             known = [self._inbox.key_of(parent) for parent in parents]
             streams, forks = [], []
-            for request, parent in children:
+            for request, parent in ready:
                 stream = OutputStream(request, nobody, loop)
                 key = self._open(request.request_id, request, stream)
-                request = prepare.with_processor_states(request, self.config.logits_processors)
                 forks.append((dataclasses.replace(request, request_id=key), known[parent]))
                 streams.append(stream)
             self._inbox.put(Forks(forks, [key for key in known if key is not None]))

@@ -274,8 +274,17 @@ def _start(event: dict[str, Any], policy: Key | None) -> Scheduler:
 
 
 def _of_request(request: Request) -> dict[str, Any]:
-    """What the scheduler looks at: states of logits processors are arrays, and none of its business."""
-    plain = dataclasses.replace(request, processor_states=())
+    """What the scheduler looks at: states of logits processors are arrays, and none of its business; nor are their
+    arguments, which are left out where JSON can't say them."""
+    sampling = request.sampling
+    try:
+        json.dumps(sampling.extra_args)
+    except (TypeError, ValueError, RecursionError):
+        sampling = dataclasses.replace(sampling, extra_args=None)
+    numbers = {name: float(getattr(request, name)) for name in ("arrival_s", "priority")}  # they may be numpy's
+    if request.ttft_deadline_s is not None:
+        numbers["ttft_deadline_s"] = float(request.ttft_deadline_s)
+    plain = dataclasses.replace(request, processor_states=(), sampling=sampling, **numbers)
     return dataclasses.asdict(plain) | {"prompt_token_ids": list(request.prompt_token_ids)}
 
 

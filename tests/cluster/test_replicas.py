@@ -3,7 +3,6 @@ engines fail."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 import threading
@@ -20,7 +19,6 @@ from jaxcb.cluster.beginnings import BLOCK_TOKENS
 from jaxcb.cluster.replicas import MOST_AHEAD
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.generate import beam_search, generate
-from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.request import FinishReason, Request, SamplingParams
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
@@ -485,30 +483,6 @@ def test_everything_that_one_real_engine_does_several_do_alike(make_engines):  #
     ]
     assert min(sum(stats.finished.values()) for stats in replicas.stats_by_engine().values()) > 3
     assert not replicas._open and not any(member.load for member in replicas._members)
-
-
-def test_what_a_logits_processor_or_the_tokenizer_refuses_is_refused_where_it_is_asked_for(make_engines):  # noqa: F811
-    started = []
-
-    def start(extra_args, prompt):
-        started.append(extra_args)
-        if extra_args["even"] % 2:
-            raise ValueError("odd")
-        return np.zeros((), np.float32)
-
-    processor = LogitsProcessor(
-        blank=np.zeros((), np.float32), start=start, apply=lambda logits, states: logits, arguments=("even",)
-    )
-    replicas = Replicas([make_engines(logits_processors=(processor,), num_kv_pages=99)])
-    wanted = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, extra_args={"even": 1})
-    with pytest.raises(RequestError, match="refused the request: odd"):
-        replicas.submit(request("a", sampling=dataclasses.asdict(wanted)))
-    with pytest.raises(RequestError, match="bad_words"):
-        replicas.submit(request("b", sampling={"bad_words": ["x" * 100], "extra_args": {"even": 2}}))
-    started.clear()
-    sampling = {"max_tokens": 2, "ignore_eos": True, "extra_args": {"even": 2}, "bad_words": ["x"]}
-    assert list(replicas.submit(request("c", sampling=sampling)))[-1].finish_reason is FinishReason.LENGTH
-    assert len(started) == 1, "the engine takes what was prepared"
 
 
 def test_a_real_engine_that_fails_loses_nothing_that_had_not_begun(make_engines, monkeypatch):  # noqa: F811

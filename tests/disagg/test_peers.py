@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import time
@@ -393,13 +394,13 @@ def test_a_request_arrives_as_it_was_sent():
         prompt_token_ids=[3, 1, 2],
         sampling=sampling,
         arrival_s=time.monotonic() - 5.0,
-        priority=-2.5,
+        priority=np.float32(-2.5),
         tenant="t",
-        ttft_deadline_s=0.25,
+        ttft_deadline_s=np.float32(0.25),
         cache_salt="s",
     )
     fields, body = pack_request(request)
-    arrived = unpack_request(Fields(fields), body)
+    arrived = unpack_request(Fields(json.loads(json.dumps(fields))), body)
     assert arrived.arrival_s == pytest.approx(request.arrival_s, abs=1.0)
     assert (arrived.sampling, arrived.prompt_token_ids) == (sampling, request.prompt_token_ids)
     for name in ("request_id", "priority", "tenant", "ttft_deadline_s", "cache_salt"):
