@@ -36,7 +36,7 @@ class Link(Source, Protocol):
         """Prompt tokens that it has taken on, for anybody, and that are not done."""
 
     def close(self) -> None:
-        """Want no more of it."""
+        """Want no more of it. Harmless when called again."""
 
 
 class Disaggregated(ServingEngine):
@@ -103,10 +103,15 @@ class Disaggregated(ServingEngine):
         return budget
 
     def _watch(self) -> None:
-        """Prompts that wait elsewhere come back when the decode engine has nothing to do, or the other is dead."""
+        """Prompts that wait elsewhere come back when the decode engine has nothing to do, or the other is dead. When it
+        is dead itself, the others get their pages back."""
         handovers = self.decode.handovers
         incoming = handovers.incoming
         while not self._stopping.wait(WATCH_S):
+            if not self.decode.healthy:
+                for link in self.links:
+                    link.close()
+                return
             if not incoming.num_coming:
                 continue
             idle = self.decode.idle

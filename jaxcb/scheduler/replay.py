@@ -281,10 +281,15 @@ def _of_request(request: Request) -> dict[str, Any]:
         json.dumps(sampling.extra_args)
     except (TypeError, ValueError, RecursionError):
         sampling = dataclasses.replace(sampling, extra_args=None)
-    numbers = {name: float(getattr(request, name)) for name in ("arrival_s", "priority")}  # they may be numpy's
-    if request.ttft_deadline_s is not None:
-        numbers["ttft_deadline_s"] = float(request.ttft_deadline_s)
-    plain = dataclasses.replace(request, processor_states=(), sampling=sampling, **numbers)
+    deadline_s = request.ttft_deadline_s
+    plain = dataclasses.replace(
+        request,
+        processor_states=(),
+        sampling=sampling,
+        arrival_s=float(request.arrival_s),  # numbers may be numpy's
+        priority=float(request.priority),
+        ttft_deadline_s=None if deadline_s is None else float(deadline_s),
+    )
     return dataclasses.asdict(plain) | {"prompt_token_ids": list(request.prompt_token_ids)}
 
 

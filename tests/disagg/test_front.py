@@ -242,8 +242,8 @@ def test_a_decode_engine_that_fails_ends_its_requests_and_frees_the_prefill_engi
     outputs = answers(front, LONG, [GREEDY] * 4)
     assert {output.finish_reason for [output] in outputs} == {FinishReason.ERROR}
     assert not front.healthy
-    unlink(front)
     assert_nothing_is_held(prefill)
+    unlink(front)
 
 
 def test_an_idle_decode_engine_takes_prompts_when_the_other_has_too_many(front, decode, prefill, plain):
