@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from jaxcb.cluster.beginnings import BLOCK_TOKENS, Beginnings
+from jaxcb.cluster.choice import choose
 from jaxcb.cluster.member import Member
 from jaxcb.cluster.shared_queue import Entry, SharedQueue
 from jaxcb.config import EngineConfig
@@ -34,8 +35,6 @@ from jaxcb.text.worker import TextUpdate
 
 logger = logging.getLogger(__name__)
 
-MOST_AHEAD = 8
-"""Answers that the engine with the longest beginning may have to do more than the idlest."""
 POLL_S = 0.01
 """Between two looks at the engines while something waits that none had room for: prompts that they admit free room
 without saying so."""
@@ -184,7 +183,9 @@ class Replicas(ServingEngine):
                 self._fail_all("every engine has failed")
                 break
             try:
-                member = self._choose(entry, refusing)
+                member = choose(
+                    entry, self._members, self._beginnings, refusing=refusing, preempts=self._queue.preempts
+                )
                 if member is not None and not self._give(entry, member):
                     refusing.add(member)
             except RequestError as error:
@@ -197,19 +198,6 @@ class Replicas(ServingEngine):
             if member is None and not self._queue.pass_by(entry):
                 break
         self._queue.restore()
-
-    def _choose(self, entry: Entry, refusing: set[Member]) -> Member | None:
-        """The engine for a request, if there is room on one."""
-        running = [member for member in self._members if member not in refusing and member.takes_requests]
-        fitting = [member for member in running if member.has_room(entry)]
-        if not fitting and self._queue.preempts:
-            fitting = [member for member in running if member.would_preempt(entry)]
-        if not fitting:
-            return None
-        least = min(member.load for member in fitting)
-        known = self._beginnings.tokens(entry.blocks, len(self._members))
-        near = [member for member in fitting if member.load <= least + MOST_AHEAD]
-        return min(near, key=lambda member: (-known[self._members.index(member)], member.load))
 
     def _give(self, entry: Entry, member: Member) -> bool:
         """Hand a request over; False if the engine doesn't take it now.

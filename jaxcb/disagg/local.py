@@ -26,6 +26,7 @@ class LocalLink:
         self._service, self._handovers = service, decode.handovers
         self._sharding = decode.handovers.page_rows.sharding
         self._num_updates_ahead = service.engine.handovers.num_updates - decode.handovers.num_updates
+        """Of the prefill engine's. Both are counted on from here."""
         self._is_broken = False
         self._desk = service.open(self)
 

@@ -192,8 +192,8 @@ class Engine(ServingEngine):
     def submit_into(self, request: Request, streams: Sequence[OutputStream], *, source: Source | None = None) -> None:
         """Queue a request whose answers go into streams that the caller made, one for each of
         :func:`jaxcb.engine.prepare.choices_of` it, in their order. It brings its seed, if it draws, and what
-        :func:`jaxcb.engine.prepare.with_words_and_states` gives it. With a source,
-        that computes the prompt: see :meth:`Handovers.submit`.
+        :func:`jaxcb.engine.prepare.with_words_and_states` gives it. A source computes its prompt: see
+        :meth:`Handovers.submit`.
 
         Errors as for :meth:`submit_choices`.
         """

@@ -16,7 +16,7 @@ import pytest
 from jaxcb.beam import BeamParams
 from jaxcb.cluster import Replicas
 from jaxcb.cluster.beginnings import BLOCK_TOKENS
-from jaxcb.cluster.replicas import MOST_AHEAD
+from jaxcb.cluster.choice import MOST_AHEAD
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.generate import beam_search, generate
 from jaxcb.request import FinishReason, Request, SamplingParams
