@@ -119,8 +119,13 @@ class PrefillServer:
                 if self._closed or len(self._channels) - self._num_peers >= MAX_STRANGERS:
                     channel.close()
                     continue
+                try:
+                    thread.start()
+                except RuntimeError as error:  # there are too many
+                    logger.warning("a connection can't be served: %s", error)
+                    channel.close()
+                    continue
                 self._channels[channel] = thread
-                thread.start()
 
     def _serve(self, channel: Channel, where: Any) -> None:
         try:
