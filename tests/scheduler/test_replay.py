@@ -134,7 +134,8 @@ def test_a_request_with_what_json_can_not_say_is_recorded_all_the_same():
                 ttft_deadline_s=np.float32(0.5),
             )
         )
-    d.run()
+    while (plan := d.scheduler.plan()) is not None:
+        d.scheduler.commit(plan, [5] * plan.num_rows)
     plans = replay(file.getvalue().splitlines())
     requests = {row.sequence.request.request_id: row.sequence.request for plan in plans for row in plan.rows}
     assert requests["a"].priority == 1.5 and requests["a"].sampling.extra_args is None
