@@ -17,8 +17,7 @@ SEED_STEP = 0x9E3779B97F4A7C15
 
 
 def with_words_and_states(request: Request, tokenizer: Tokenizer, processors: Sequence[LogitsProcessor]) -> Request:
-    """With what the sampler needs beside the parameters. It is none of the request's own: what is there already is
-    replaced.
+    """With what the sampler needs beside the parameters.
 
     Raises:
         RequestError: a word has too many tokens, or a logits processor refuses the request.
