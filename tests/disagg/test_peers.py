@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxcb.disagg import Disaggregated, PromptService
+from jaxcb.disagg import PromptService
 from jaxcb.disagg.connector import connector_of
 from jaxcb.disagg.fields import Fields
 from jaxcb.disagg.identity import identity_of
 from jaxcb.disagg.messages import pack_request, pack_token, unpack_request, unpack_token
-from jaxcb.disagg.remote import RemoteLink
 from jaxcb.disagg.server import PrefillServer, check_secret
 from jaxcb.disagg.shared_memory import SharedMemory
 from jaxcb.disagg.wire import Channel
@@ -30,7 +27,7 @@ from jaxcb.logprobs import Logprobs
 from jaxcb.request import Request, SamplingParams
 from jaxcb.structured_outputs import StructuredOutputs
 from tests.disagg.peer import NESTED, FakeDecode, FakePrefill, fake_prefill, raw, request_of
-from tests.disagg.run import answers, assert_nothing_is_held, keep_roles, tokens_of, wait_for
+from tests.disagg.run import answers, assert_nothing_is_held, keep_roles, linked, serving, tokens_of, wait_for
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
 PROMPT = [(7 * j * j + 3 * j) % 250 for j in range(500)]
@@ -56,26 +53,6 @@ def prefill(make_engines) -> Engine:  # noqa: F811
 @pytest.fixture(scope="module")
 def decode(make_engines) -> Engine:  # noqa: F811
     return make_engines(kv_transfer=True, num_kv_pages=399)
-
-
-@contextlib.contextmanager
-def serving(engine: Engine) -> Iterator[PrefillServer]:
-    server = PrefillServer(PromptService(engine), identity_of(engine, "shm"), connector_of("shm"), ("127.0.0.1", 0))
-    yield server
-    server.close()
-    assert_nothing_is_held(engine)
-
-
-@contextlib.contextmanager
-def linked(engine: Engine, address: tuple[str, int]) -> Iterator[Disaggregated]:
-    link = RemoteLink(engine, identity_of(engine, "shm"), connector_of("shm"), address)
-    engine.reset_prefix_cache()
-    front = Disaggregated(engine, [link])
-    yield front
-    front._stopping.set()
-    front._watcher.join()
-    link.close()
-    assert_nothing_is_held(engine)
 
 
 # ---------------------------------------------------------------------- a decode process, seen from the prefill engine

@@ -11,12 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from jaxcb.disagg import Disaggregated, PromptService
+from jaxcb.disagg import PromptService
 from jaxcb.disagg.connector import connector_of
 from jaxcb.disagg.identity import identity_of
 from jaxcb.disagg.remote import RemoteLink
@@ -26,7 +25,17 @@ from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError
 from jaxcb.request import SamplingParams
 from jaxcb.structured_outputs import StructuredOutputs
-from tests.disagg.run import PROMPTS, SAMPLING, answers, assert_nothing_is_held, keep_roles, tokens_of, wait_for
+from tests.disagg.run import (
+    PROMPTS,
+    SAMPLING,
+    answers,
+    assert_nothing_is_held,
+    keep_roles,
+    linked,
+    serving,
+    tokens_of,
+    wait_for,
+)
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
 LONG = [[(7 * i * j + 3 * j) % 250 for j in range(500)] for i in range(1, 5)]
@@ -78,30 +87,6 @@ def prefill(make_engines) -> Engine:  # noqa: F811
 @pytest.fixture(scope="module")
 def decode(make_engines) -> Engine:  # noqa: F811
     return make_engines(kv_transfer=True, num_kv_pages=399)
-
-
-@contextlib.contextmanager
-def serving(engine: Engine, connector: str = "shm", **changes: object) -> Iterator[PrefillServer]:
-    values = {"secret": ""} | changes
-    identity = identity_of(engine, connector)
-    server = PrefillServer(PromptService(engine), identity, connector_of(connector), ("127.0.0.1", 0), **values)
-    yield server
-    server.close()
-    assert_nothing_is_held(engine)
-
-
-@contextlib.contextmanager
-def linked(
-    engine: Engine, address: tuple[str, int], connector: str = "shm", **changes: object
-) -> Iterator[Disaggregated]:
-    link = RemoteLink(engine, identity_of(engine, connector), connector_of(connector), address, **changes)
-    front = Disaggregated(engine, [link])
-    engine.reset_prefix_cache()
-    yield front
-    front._stopping.set()
-    front._watcher.join()
-    link.close()
-    assert_nothing_is_held(engine)
 
 
 def test_the_answers_are_those_of_one_engine_whatever_is_asked_for(prefill, decode, plain):
