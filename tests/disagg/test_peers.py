@@ -152,6 +152,25 @@ def test_a_stranger_can_send_little_before_he_is_known(prefill):
             channel.receive()
 
 
+def test_strangers_that_say_nothing_are_only_so_many(prefill, monkeypatch):
+    monkeypatch.setattr("jaxcb.disagg.server.MAX_STRANGERS", 2)
+    with serving(prefill) as server:
+        known = FakeDecode(prefill, server.address)
+        wait_for(lambda: server.num_peers == 1)
+        silent = [Channel(socket.create_connection(server.address), 10.0) for _ in range(2)]
+        for channel in silent:
+            channel.receive()
+        with pytest.raises(PeerError):
+            Channel(socket.create_connection(server.address), 10.0).receive()
+        silent[0].close()
+        wait_for(lambda: len(server._channels) == 2)
+        FakeDecode(prefill, server.address)
+        wait_for(lambda: server.num_peers == 2)
+        begin(known, first_page=0)
+        known.hear("first_token")
+        known.channel.close()
+
+
 # ---------------------------------------------------------------------- a prefill process, seen from the decode engine
 
 
