@@ -52,7 +52,7 @@ class Channel:
         """The next message. Raises PeerError if there will be none."""
         magic, num_json, num_body = _HEAD.unpack(self._read(_HEAD.size))
         if magic != _MAGIC or num_json > MAX_JSON_BYTES or num_body > MAX_BODY_BYTES:
-            raise PeerError("what the other side sends is not this protocol: is it a jaxcb engine's --kv-listen?")
+            raise PeerError("what the other side sends is not this protocol: is it a jaxcb engine?")
         try:
             message = json.loads(self._read(num_json))
         except ValueError as error:

@@ -204,7 +204,7 @@ def test_the_key_follows_what_programs_are_made_from(tmp_path, monkeypatch):
         assert key(SHAPE) != before
     finally:
         jax.config.update("jax_default_matmul_precision", None)
-    monkeypatch.setattr(program_store, "_source", lambda: "another source")
+    monkeypatch.setattr(program_store, "source_digest", lambda: "another source")
     assert key(SHAPE) != before
 
 
@@ -213,11 +213,11 @@ def test_a_changed_source_file_changes_the_fingerprint(tmp_path, monkeypatch):
     package.mkdir()
     (package / "kernel.py").write_text("one = 1\n")
     monkeypatch.setattr(program_store.jaxcb, "__path__", [str(package)])
-    program_store._source.cache_clear()
+    program_store.source_digest.cache_clear()
     try:
         before = folder_of(tmp_path)
-        program_store._source.cache_clear()
+        program_store.source_digest.cache_clear()
         (package / "kernel.py").write_text("one = 2\n")
         assert folder_of(tmp_path) != before
     finally:
-        program_store._source.cache_clear()
+        program_store.source_digest.cache_clear()
