@@ -69,7 +69,7 @@ def follow(config: EngineConfig, *, progress: bool = True) -> None:
 
 
 def _joined(config: EngineConfig) -> Link:
-    address = address_of(config.dist_init_addr or "", "dist_init_addr")
+    address, identity = address_of(config.dist_init_addr or "", "dist_init_addr"), program_of(config)
     deadline_s = time.monotonic() + config.dist_timeout_s
     while True:
         left_s = deadline_s - time.monotonic()
@@ -85,7 +85,7 @@ def _joined(config: EngineConfig) -> Link:
                 ) from error
             time.sleep(_RETRY_S)
     link = Link(Channel(sock, SILENCE_S), "host 0")
-    link.send("join", rank=config.node_rank, identity=program_of(config))
+    link.send("join", rank=config.node_rank, identity=identity)
     return link
 
 

@@ -39,6 +39,7 @@ def join(config: EngineConfig, coordinator: str) -> None:
             cluster_detection_method="deactivate",
             initialization_timeout=max(1, int(config.dist_timeout_s)),
             heartbeat_timeout_seconds=_NEVER_S,
+            coordinator_bind_address=coordinator,
         )
     except RuntimeError as error:
         raise ConfigError(

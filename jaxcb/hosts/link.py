@@ -28,7 +28,7 @@ class Link:
 
     def read_ahead(self, on_lost: Callable[[str], None]) -> None:
         """From now on messages are read as they come, on a thread that calls ``on_lost`` with the reason when there
-        will be no more; :meth:`receive` raises it then."""
+        will be no more, unless this side has closed; :meth:`receive` raises it then."""
         self._reader = threading.Thread(target=self._read, args=(on_lost,), name="jaxcb-host", daemon=True)
         self._reader.start()
 
@@ -55,7 +55,7 @@ class Link:
 
     def join(self, timeout_s: float) -> None:
         """Wait until the other side has closed it."""
-        if self._reader not in (None, threading.current_thread()):
+        if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(timeout_s)
 
     def _next(self) -> Message:
@@ -76,7 +76,8 @@ class Link:
                 self._came.put(self._next())
         except PeerError as error:
             self._came.put(error)
-            on_lost(str(error))
+            if not self._closed.is_set():
+                on_lost(str(error))
 
     def _beat(self) -> None:
         try:
