@@ -35,7 +35,8 @@ class StepLoop:
                     self.emit(self._core.step())
                     self._inbox.progress_s = time.monotonic()
                     self._end_replaced()
-                self._drop_all()
+                if self._inbox.error is None:
+                    self._drop_all()
         except BaseException as error:
             logger.exception("the step loop failed")
             self.fail(f"the engine failed: {type(error).__name__}: {error}")

@@ -33,7 +33,8 @@ from jaxcb.sizing import (
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.kv_pool import SCALE_BYTES
 from jaxcb.step.orders import NOBODY, Followers
-from jaxcb.step.runner import Runner, RunnerShape
+from jaxcb.step.runner import Runner
+from jaxcb.step.shape import RunnerShape
 from pallas_kernels import default_backend, mosaic
 from pallas_kernels.platform import platform
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxcb.disagg.wire import PeerError
 from jaxcb.paging import PageMoves
+from jaxcb.sampling import Tier
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.orders import (
     ControlRow,
@@ -30,6 +31,7 @@ _FIELDS = {
     name: kind._fields if issubclass(kind, tuple) else tuple(field.name for field in dataclasses.fields(kind))
     for name, kind in _KINDS.items()
 }
+_KINDS["Tier"], _FIELDS["Tier"] = Tier, ("value",)
 
 
 def pack(order: Order) -> tuple[dict[str, Any], bytes]:

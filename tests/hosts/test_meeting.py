@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import socket
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import pytest
 
 from jaxcb.config import EngineConfig
 from jaxcb.disagg.wire import Channel, address_of
 from jaxcb.errors import ConfigError
 from jaxcb.hosts import follow, identity, leader, start
+from jaxcb.hosts.group import devices_of
 from jaxcb.hosts.leader import Leader
 from tests.hosts.run import free_address
 
@@ -150,3 +153,12 @@ def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], param: str
     with pytest.raises(ConfigError) as error:
         start(EngineConfig(**({"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:1"} | changes)))
     assert error.value.param == param
+
+
+def test_more_devices_than_a_host_has_are_refused_with_the_host(monkeypatch: pytest.MonkeyPatch):
+    devices = [types.SimpleNamespace(process_index=rank, device_kind="H200") for rank in (0, 0, 1)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert devices_of(config_of(0, "a:1")) == (devices[0], devices[2]), "the first of each"
+    with pytest.raises(ConfigError, match=r"4 on 2 hosts needs 2 devices of each, host 1 has 1 .H200.") as error:
+        devices_of(config_of(0, "a:1", tensor_parallel_size=4))
+    assert error.value.param == "tensor_parallel_size"

@@ -58,6 +58,8 @@ def plain(value: Any) -> Any:
     """Comparable: arrays as lists with their dtype, tuples and lists alike."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.tolist()
+    if isinstance(value, Tier):
+        return type(value), int(value)
     if isinstance(value, PageMoves | Bucket):
         return type(value), [plain(getattr(value, name)) for name in value.__dataclass_fields__]
     if isinstance(value, list | tuple):

@@ -25,7 +25,7 @@ SOON_S = 20.0
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    file = tmp_path_factory.mktemp("hosts") / "params.npz"
+    file = tmp_path_factory.mktemp("hosts") / "params.pickle"
     save(params(), file)
     address = free_address()
     commands = [("-m", "tests.hosts.process", str(rank), address, str(file)) for rank in range(2)]

@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxcb.step import program_store
 from jaxcb.step.jobs import Job, compile_all
 from jaxcb.step.program_store import CONTENTS, KEEP_S, ProgramStore
-from jaxcb.step.runner import RunnerShape
+from jaxcb.step.shape import RunnerShape
 
 SHAPE = RunnerShape(num_pages=4, page_size=16, num_slots=2, max_model_len=64)
 
