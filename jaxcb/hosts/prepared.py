@@ -29,10 +29,8 @@ class Prepared:
     def resolved(self, num_kv_pages: int) -> EngineConfig:
         """With the number of pages that every host has room for."""
         dtype = self.model.params["embed"]["embedding"].dtype
-        return resolve_config(self.with_pages(num_kv_pages), self.model.spec, dtype, self.placement)
-
-    def with_pages(self, num_kv_pages: int) -> EngineConfig:
-        return dataclasses.replace(self.config, num_kv_pages=num_kv_pages)
+        config = dataclasses.replace(self.config, num_kv_pages=num_kv_pages)
+        return resolve_config(config, self.model.spec, dtype, self.placement)
 
 
 def prepare(config: EngineConfig, *, progress: bool) -> Prepared:
@@ -53,6 +51,6 @@ def prepare(config: EngineConfig, *, progress: bool) -> Prepared:
 
 
 def sizes_of(resolved: EngineConfig) -> dict[str, str]:
-    """In words, of a config that :meth:`Prepared.resolved` gave."""
+    """In words, of a resolved config."""
     buckets = ", ".join(map(str, buckets_of(resolved)))
     return {"sizes": f"{shape_of(resolved)}, at most {resolved.max_num_seqs} sequences, steps: {buckets}"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError
@@ -27,18 +29,18 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         leader.start_jax()
         prepared = prepare(config, progress=progress)
         num_pages = leader.agree(prepared.identity, prepared.num_kv_pages)
-        leader.set_sizes(num_pages, sizes_of(prepared.resolved(num_pages)))
         model = prepared.model
         engine = Engine(
             model.name,
             model.spec,
             model.params,
             model.tokenizer,
-            prepared.with_pages(num_pages),
+            dataclasses.replace(config, num_kv_pages=num_pages),
             model.sampling_defaults,
             devices=prepared.placement.devices,
             followers=leader,
         )
+        leader.set_sizes(num_pages, sizes_of(engine.config))
         engine.compile(progress=progress)
         leader.wait_ready()
         leader.watch(engine.fail)

@@ -1,7 +1,6 @@
 """One of two hosts of an engine, with two devices: ``python -m tests.hosts.process RANK ADDRESS PARAMS``.
 
-The first writes a line of JSON with what it and an engine on one device answer, and after a line on its input another
-one: what becomes of a request whose other host is killed meanwhile.
+The first writes a line of JSON with what it and an engine on one device answer.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +76,6 @@ def lead(config: EngineConfig, file: str) -> None:
     with Engine.start(config_of(file), progress=False) as whole:
         found = [found_of(whole), found_of(engine)]
     print(json.dumps({"found": found, "update_params": refusal_of(engine)}), flush=True)
-    sys.stdin.readline()
-    sampling = SamplingParams(max_tokens=290, temperature=0, ignore_eos=True)
-    stream = iter(engine.submit(Request(request_id="last", prompt_token_ids=PROMPTS[0], sampling=sampling)))
-    next(stream)
-    print(json.dumps({"running": True}), flush=True)
-    begun_s = time.monotonic()
-    *_, last = stream
-    ended_s = time.monotonic() - begun_s
-    print(json.dumps({"error": last.error, "healthy": engine.healthy, "ended_s": ended_s}), flush=True)
     engine.shutdown()
 
 

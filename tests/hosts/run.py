@@ -27,7 +27,6 @@ class Host:
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115  # closed by end()
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -42,11 +41,6 @@ class Host:
             if line.startswith("{"):
                 return json.loads(line)
         raise AssertionError(f"it ended with status {self.process.wait()}:\n{self.log()}")
-
-    def say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
 
     def wait(self, timeout_s: float) -> int:
         return self.process.wait(timeout_s)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import socket
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxcb.disagg.wire import Channel, address_of
 from tests.hosts.process import save
 from tests.hosts.run import Host, free_address, hosts
 from tests.parallel.cut import params
@@ -59,16 +63,9 @@ def test_what_several_hosts_cannot_do_is_refused_by_name(said):
     assert said["update_params"] == "update_params is for engines of one host, and this one is on 2"
 
 
-def test_requests_fail_when_a_host_is_killed_and_the_first_ends_in_peace(pair, said):
-    first, second = pair
-    first.say("go")
-    assert first.read() == {"running": True}
-    second.process.send_signal(signal.SIGKILL)
-    last = first.read()
-    assert last["error"], last
-    assert not last["healthy"]
-    assert last["ended_s"] < SOON_S
-    assert first.wait(SOON_S) == 0, first.log()
+def test_hosts_stop_with_the_first(pair, said):
+    for host in pair:
+        assert host.wait(SOON_S) == 0, host.log()
 
 
 ASKED = [
@@ -77,23 +74,67 @@ ASKED = [
 ]
 
 
-def answer(url: str, body: dict[str, Any]) -> dict[str, Any]:
+def asked(url: str, body: dict[str, Any]) -> Any:
     data = json.dumps(body | {"model": "tiny"}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def answer(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    with asked(url, body) as response:
         return json.load(response)
 
 
-@SHARED
-def test_the_server_answers_over_two_hosts_and_each_knows_when_the_other_is_gone(real_server, model_dir):
+@contextlib.contextmanager
+def server(model_dir: Path) -> Iterator[tuple[ServerProcess, Host]]:
+    """Over two hosts with a device each."""
     flags = [*FLAGS, "--tensor-parallel-size", "2", "--nnodes", "2", "--dist-init-addr", free_address()]
     command = [*REAL, str(model_dir), *flags, "--node-rank", "1"]
     with hosts([command]) as [second], ServerProcess(REAL, str(model_dir), *flags) as first:
+        yield first, second
+
+
+@SHARED
+def test_the_server_answers_over_two_hosts_and_fails_cleanly_when_one_is_killed(real_server, model_dir):
+    with server(model_dir) as (first, second):
         for body in ASKED:
             ours, theirs = answer(first.url, body), answer(real_server.url, body)
             assert [choice["text"] for choice in ours["choices"]] == [choice["text"] for choice in theirs["choices"]]
-        first.process.kill()
-        begun_s = time.monotonic()
-        assert second.wait(SOON_S) != 0
+        long = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": True}
+        with asked(first.url, long) as response:
+            response.readline()
+            second.process.kill()
+            begun_s = time.monotonic()
+            assert "error" in response.read().decode()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{first.url}/health")
+        assert refused.value.code == 503
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(SOON_S) == 0
         assert time.monotonic() - begun_s < SOON_S
+
+
+@pytest.mark.slow
+@SHARED
+def test_a_host_ends_when_the_first_is_killed_amid_a_step(model_dir):
+    with server(model_dir) as (first, second):
+        long = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": True}
+        with asked(first.url, long) as response:
+            response.readline()
+            first.process.kill()
+            assert second.wait(SOON_S) != 0
         assert "host 0 is lost" in second.log() or "another task died" in second.log()
+
+
+def test_a_host_whose_first_host_dies_ends_with_the_reason(model_dir):
+    """Wherever it is: here it waits for jax."""
+    address = free_address()
+    flags = [*FLAGS, "--tensor-parallel-size", "2", "--nnodes", "2", "--dist-init-addr", address, "--node-rank", "1"]
+    host, port = address_of(address, "")
+    with socket.create_server((host, port)) as sock, hosts([[*REAL, str(model_dir), *flags]]) as [second]:
+        channel = Channel(sock.accept()[0], SOON_S)
+        assert channel.receive()[0]["kind"] == "join"
+        channel.send({"kind": "welcome", "coordinator": free_address()})
+        channel.close()
+        assert second.wait(SOON_S) == 1
+        assert "error: host 0 is lost" in second.log()
