@@ -88,10 +88,8 @@ class Engine(ServingEngine):
                 f"this is one engine; jaxcb.cluster.start starts {config.data_parallel_size}",
                 param="data_parallel_size",
             )
-        if config.nnodes > 1 and followers is NOBODY:
-            raise ConfigError(
-                f"this is an engine of one host; jaxcb.hosts.start starts one over {config.nnodes}", param="nnodes"
-            )
+        if followers is NOBODY:
+            _check_one_host(config)
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
         self.placement = placement_of(devices, config.tensor_parallel_size)
@@ -152,6 +150,7 @@ class Engine(ServingEngine):
             ConfigError: the configuration can't work for it.
         """
         config = config or EngineConfig()
+        _check_one_host(config)
         if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
             gpu_memory.start_jax(config.gpu_memory_utilization, config.host_kv_gib)
         placement = placement_of(devices, config.tensor_parallel_size)
@@ -534,3 +533,10 @@ class Engine(ServingEngine):
     def _texted(self, start_s: float, end_s: float, num_events: int) -> None:
         assert self._trace is not None
         self._trace.span("text", "text", start_s, end_s, tokens=num_events)
+
+
+def _check_one_host(config: EngineConfig) -> None:
+    if config.nnodes > 1:
+        raise ConfigError(
+            f"this is an engine of one host; jaxcb.hosts.start starts one over {config.nnodes}", param="nnodes"
+        )

@@ -160,10 +160,10 @@ class Leader:
                 ) from error
             channel = Channel(connection, SILENCE_S)
             try:
-                join, _ = channel.receive()
-                if join.get("kind") != "join":
-                    raise PeerError(f"it said {join.get('kind')!r} first")
-                rank, identity = int(join["rank"]), dict(join["identity"])
+                message, _ = channel.receive()
+                if message.get("kind") != "join":
+                    raise PeerError(f"it said {message.get('kind')!r} first")
+                rank, identity = int(message["rank"]), dict(message["identity"])
             except (PeerError, KeyError, TypeError, ValueError) as error:
                 logger.warning("somebody at %s is no host of this engine: %s", where, error)
                 channel.close()

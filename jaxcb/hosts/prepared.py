@@ -8,7 +8,6 @@ from jaxcb.config import EngineConfig
 from jaxcb.devices import Placement
 from jaxcb.engine import gpu_memory
 from jaxcb.engine.sizing import buckets_of, resolve_config, shape_of
-from jaxcb.held_model import HeldModel
 from jaxcb.hosts.group import devices_of
 from jaxcb.hosts.identity import Weights, model_of
 from jaxcb.weights import LoadedModel, load
@@ -40,8 +39,7 @@ def prepare(config: EngineConfig, *, progress: bool) -> Prepared:
         ModelError: the model can't be found or read.
         ConfigError: the configuration can't work for it, or for the devices that there are.
     """
-    if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
-        gpu_memory.start_jax(config.gpu_memory_utilization, config.host_kv_gib)
+    gpu_memory.start_jax(config.gpu_memory_utilization, config.host_kv_gib)
     weights = Weights()
     placement = Placement(devices_of(config), weights)
     model = load(config, progress=progress, placement=placement)

@@ -13,6 +13,7 @@ import pytest
 
 from jaxcb.config import EngineConfig
 from jaxcb.disagg.wire import Channel, address_of
+from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError
 from jaxcb.hosts import follow, identity, leader, start
 from jaxcb.hosts.group import devices_of
@@ -162,3 +163,8 @@ def test_more_devices_than_a_host_has_are_refused_with_the_host(monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"4 on 2 hosts needs 2 devices of each, host 1 has 1 .H200.") as error:
         devices_of(config_of(0, "a:1", tensor_parallel_size=4))
     assert error.value.param == "tensor_parallel_size"
+
+
+def test_an_engine_of_one_host_says_how_one_over_several_is_started():
+    with pytest.raises(ConfigError, match=r"jaxcb.hosts.start starts one over 2"):
+        Engine.start(config_of(0, "a:1"))
