@@ -35,8 +35,9 @@ from jaxcb.step.batch import SlotState, StepLayout
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.program import StepProgram
-from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape, lower_forward
+from jaxcb.step.runner import lower_forward
 from jaxcb.step.samplers import Samplers
+from jaxcb.step.shape import RunnerShape, kv_dtype, kv_shape
 from pallas_kernels.deviceless import memory_bytes, target_mesh
 
 

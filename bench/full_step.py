@@ -19,7 +19,7 @@ from bench.workload import Item
 from jaxcb.scheduler import PlanRow, Sequence, StepPlan
 from jaxcb.scheduler.plan import IN_FLIGHT
 from jaxcb.step.buckets import Bucket
-from jaxcb.step.runner import RunnerShape
+from jaxcb.step.shape import RunnerShape
 
 
 def full_plan(bucket: Bucket, shape: RunnerShape, context: int) -> StepPlan:

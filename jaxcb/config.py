@@ -62,6 +62,12 @@ class EngineConfig(SchedulingKnobs):
         data_parallel_size: engines behind one queue, each with the whole model on ``tensor_parallel_size`` devices of
             its own; every limit and every amount of memory here is of each, but ``max_waiting``, which is of all.
             (:func:`jaxcb.cluster.start` starts them.)
+        nnodes: hosts that the model is cut over, each with as many of the ``tensor_parallel_size`` devices. Every host
+            starts with the same settings and a rank of its own; the first answers. (:func:`jaxcb.hosts.start` starts
+            that one, :func:`jaxcb.hosts.follow` the others; the server does either by its rank.)
+        node_rank: which of the hosts this is, from 0.
+        dist_init_addr: HOST:PORT where host 0 listens for the others.
+        dist_timeout_s: how long hosts wait for each other at the start.
         page_size: tokens in a KV page; a power of two from 8 to 128.
         num_kv_pages: usable pages of the KV cache. Default: as many as ``kv_cache_memory_bytes`` holds.
         kv_cache_memory_bytes: memory for the KV cache. Default: on a GPU what ``gpu_memory_utilization`` leaves after
@@ -112,6 +118,10 @@ class EngineConfig(SchedulingKnobs):
     mixed_buckets: tuple[int, ...] | None = None
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    dist_timeout_s: float = 300.0
     page_size: int = 16
     num_kv_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -150,7 +160,7 @@ class EngineConfig(SchedulingKnobs):
                 self._set(name, os.fspath(getattr(self, name)))
         if isinstance(self.model, tuple) and len(self.model) == 2:
             self._set("model", HeldModel(*self.model))
-        names = ("revision", "event_log", "step_log", "trace")
+        names = ("revision", "dist_init_addr", "event_log", "step_log", "trace")
         for name in names if isinstance(self.model, HeldModel) else ("model", *names):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -192,6 +202,7 @@ class EngineConfig(SchedulingKnobs):
             raise ConfigError(
                 f"kv_cache_dtype int8 is for one device, not for tensor_parallel_size {size}", param="kv_cache_dtype"
             )
+        self._check_hosts()
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))
@@ -213,6 +224,29 @@ class EngineConfig(SchedulingKnobs):
                 "needs one token a step",
                 param="max_num_batched_tokens",
             )
+
+    def _check_hosts(self) -> None:
+        for name, low in (("nnodes", 1), ("node_rank", 0)):
+            self._set(name, validation.integer(name, getattr(self, name), low=low, error=ConfigError))
+        timeout_s = validation.number("dist_timeout_s", self.dist_timeout_s, low=0.1, high=1e6, error=ConfigError)
+        self._set("dist_timeout_s", timeout_s)
+        count, size = self.nnodes, self.tensor_parallel_size
+        if self.node_rank >= count:
+            raise ConfigError(f"node_rank must be less than nnodes {count}, got {self.node_rank}", param="node_rank")
+        if count == 1:
+            return
+        if self.dist_init_addr is None:
+            raise ConfigError(f"nnodes {count} needs dist_init_addr, HOST:PORT of host 0", param="dist_init_addr")
+        if size % count:
+            raise ConfigError(
+                f"tensor_parallel_size counts the devices of all hosts, and must be a multiple of nnodes {count}, got "
+                f"{size}",
+                param="tensor_parallel_size",
+            )
+        if self.data_parallel_size > 1:
+            raise ConfigError(f"data_parallel_size is for one host, not for nnodes {count}", param="data_parallel_size")
+        if self.kv_transfer:
+            raise ConfigError(f"kv_transfer is for one host, not for nnodes {count}", param="kv_transfer")
 
     def _set(self, name: str, value: object) -> None:
         """For __post_init__ alone: the checked value takes the place of the given one."""

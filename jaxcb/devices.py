@@ -1,7 +1,8 @@
 """The devices that an engine computes on, and where its arrays lie on them.
 
 On several devices a program runs on all of them at once (``shard_map``), each on its own parts of what is cut, and all
-on the same of what is whole.
+on the same of what is whole. Some may be another host's: then this process puts what its own devices have of an array,
+launches every program that the others launch, in the same order, and reads what is whole.
 """
 
 from __future__ import annotations
@@ -31,10 +32,18 @@ class Placement:
     """Devices of one engine. All its arrays lie on these, so that engines on other devices can run beside it."""
 
     devices: tuple[jax.Device, ...]
+    witness: Callable[[tuple[Any, ...], Any], None] | None = None
+    """Shown the path and the whole of every parameter that is cut over the devices."""
 
     @property
     def size(self) -> int:
         return len(self.devices)
+
+    @property
+    def own(self) -> list[tuple[int, jax.Device]]:
+        """This process's devices, and which of all they are."""
+        here = jax.process_index()
+        return [(index, device) for index, device in enumerate(self.devices) if device.process_index == here]
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -106,6 +115,10 @@ def _first(count: int, asked: str, param: str) -> list[jax.Device]:
     return there[:count]
 
 
-def on_device(values: np.ndarray, sharding: Sharding | None = None) -> Array:
-    """A copy, which may be donated. It compiles nothing, as jnp.zeros and its like do."""
-    return jax.device_put(values, sharding, may_alias=False)
+def on_device(values: Any, sharding: Sharding | None = None, *, may_alias: bool | None = False) -> Array:
+    """An array that every device of the sharding has all of: a copy, which may be donated, unless it may be the same
+    memory. It compiles nothing, as jnp.zeros and its like do, and asks no other process, as jax.device_put does."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(values, sharding, may_alias=may_alias)
+    copies = [jax.device_put(values, device, may_alias=may_alias) for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(values.shape, sharding, copies)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxcb import hosts
 from jaxcb.cluster.replicas import Replicas
 from jaxcb.config import EngineConfig
 from jaxcb.devices import groups_of, placement_of
@@ -21,13 +22,15 @@ from jaxcb.weights import load
 
 def start(config: EngineConfig | None = None, *, progress: bool = True) -> ServingEngine:
     """Load the model, compile every program, and run: an :class:`Engine`, or with ``data_parallel_size`` above 1
-    :class:`Replicas` over so many, on devices of their own.
+    :class:`Replicas` over so many, on devices of their own. With ``nnodes`` above 1 it is :func:`jaxcb.hosts.start`.
 
     Raises:
         ModelError: the model can't be found or read.
-        ConfigError: the configuration can't work for it, or asks for more devices than there are.
+        ConfigError: the configuration can't work for it, or asks for more devices or hosts than there are.
     """
     config = config or EngineConfig()
+    if config.nnodes > 1:
+        return hosts.start(config, progress=progress)
     if config.data_parallel_size == 1:
         return Engine.start(config, progress=progress)
     engines = _start_all(config, progress)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxcb.engine import Engine
 
 PROTOCOL = 1
-_WORDS = {
+WORDS = {
     "jaxcb": "versions of jaxcb",
     "protocol": "versions of the protocol",
     "spec": "models (their shapes differ)",
@@ -32,9 +32,9 @@ def identity_of(engine: Engine, connector: str) -> dict[str, str]:
     config, rows = engine.config, engine.handovers.page_rows
     settings = (config.backend, config.deterministic, config.fast_norm, config.logprobs_mode, config.quantization)
     return {
-        "jaxcb": _version(),
+        "jaxcb": installed_version(),
         "protocol": str(PROTOCOL),
-        "spec": hashlib.sha256(repr(engine.spec).encode()).hexdigest()[:16],
+        "spec": digest_of(repr(engine.spec)),
         "devices": str(engine.placement.size),
         "weights": fingerprint(engine.params),
         "page": f"{'x'.join(map(str, rows.shape[1:]))} {rows.dtype}",
@@ -44,11 +44,11 @@ def identity_of(engine: Engine, connector: str) -> dict[str, str]:
     }
 
 
-def difference(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> str | None:
+def difference(ours: Mapping[str, str], theirs: Mapping[str, Any], words: Mapping[str, str] = WORDS) -> str | None:
     """What is not the same on both sides, in words; None if nothing is."""
-    for name, words in _WORDS.items():
-        if ours[name] != theirs.get(name):
-            return f"the two sides have different {words}: {ours[name]!r} here, {theirs.get(name)!r} there"
+    for name, own in ours.items():
+        if own != theirs.get(name):
+            return f"the two sides have different {words[name]}: {own!r} here, {theirs.get(name)!r} there"
     return None
 
 
@@ -56,10 +56,18 @@ def fingerprint(params: Any) -> str:
     """Of a model's weights: a few numbers of each array, which training changes."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        corner = leaf[tuple(slice(0, 4) for _ in leaf.shape)]
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(np.asarray(corner).tobytes())
+        digest.update(corner_of(jax.tree_util.keystr(path), leaf))
     return digest.hexdigest()[:16]
+
+
+def corner_of(name: str, array: Any) -> bytes:
+    """What a fingerprint knows of a parameter."""
+    corner = array[tuple(slice(0, 4) for _ in array.shape)]
+    return f"{name} {array.shape} {array.dtype}".encode() + np.asarray(corner).tobytes()
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def proof(secret: str, nonce: str) -> str:
@@ -72,7 +80,7 @@ def is_proof(given: str, secret: str, nonce: str) -> bool:
     return hmac.compare_digest(proof(secret, nonce).encode(), given.encode(errors="replace"))
 
 
-def _version() -> str:
+def installed_version() -> str:
     try:
         return version("jaxcb")
     except PackageNotFoundError:  # a checkout that isn't installed

@@ -56,7 +56,7 @@ class Channel:
         most_json, most_body = (MAX_STRANGER_BYTES, 0) if from_stranger else (MAX_JSON_BYTES, MAX_BODY_BYTES)
         magic, num_json, num_body = _HEAD.unpack(self._read(_HEAD.size))
         if magic != _MAGIC or num_json > most_json or num_body > most_body:
-            raise PeerError("what the other side sends is not this protocol: is it a jaxcb engine's --kv-listen?")
+            raise PeerError("what the other side sends is not this protocol: is it a jaxcb engine?")
         try:
             message = json.loads(self._read(num_json))
         except (ValueError, RecursionError) as error:

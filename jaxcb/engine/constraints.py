@@ -9,7 +9,7 @@ from jaxcb.grammar import Constraint, Grammar, Masks
 from jaxcb.request import FinishReason
 from jaxcb.scheduler import Scheduler, StepPlan, TokenEvent
 from jaxcb.scheduler.sequence import Sequence, Status
-from jaxcb.step.samplers import RowMasks
+from jaxcb.step.orders import RowMasks
 
 
 class Constraints:

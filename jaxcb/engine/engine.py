@@ -26,12 +26,10 @@ from jaxcb.engine.incoming import Source
 from jaxcb.engine.loop import StepLoop
 from jaxcb.engine.serving import ServingEngine
 from jaxcb.engine.sizing import (
-    backend_of,
-    buckets_of,
     kv_bytes_per_token,
     resolve_config,
+    runner_of,
     scheduler_of,
-    shape_of,
 )
 from jaxcb.engine.stats import EngineStats
 from jaxcb.engine.step_log import StepLog
@@ -46,7 +44,7 @@ from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import check_divides
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import SchedulerLimits
-from jaxcb.step.runner import Runner
+from jaxcb.step.orders import NOBODY, Followers
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text import Tokenizer
 from jaxcb.text.worker import TextEvent, TextUpdate, TextWorker
@@ -54,6 +52,9 @@ from jaxcb.weights import load
 from jaxcb.weights.held import held_params
 from jaxcb.weights.loader import prepared
 from jaxcb.weights.placed import placed
+
+_STUCK_S = 2.0
+"""For the engine's thread to end after a failure: a device that waits for another host's can't be woken."""
 
 
 class Engine(ServingEngine):
@@ -73,18 +74,22 @@ class Engine(ServingEngine):
         sampling_defaults: Mapping[str, Any] | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
+        followers: Followers = NOBODY,
     ):
         """An engine over weights that the caller holds; the native CPU kernels take a copy in their own layout, others
         use them in place. Call :meth:`compile`, then :meth:`run`; :meth:`start` loads a model and does both.
 
         Arguments:
             devices: as for :meth:`start`; weights that lie elsewhere are copied to them.
+            followers: of several hosts, the others. :func:`jaxcb.hosts.start` makes such an engine.
         """
         if config.data_parallel_size > 1:
             raise ConfigError(
                 f"this is one engine; jaxcb.cluster.start starts {config.data_parallel_size}",
                 param="data_parallel_size",
             )
+        if followers is NOBODY:
+            _check_one_host(config)
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
         self.placement = placement_of(devices, config.tensor_parallel_size)
@@ -94,18 +99,8 @@ class Engine(ServingEngine):
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype, self.placement)
         params = prepared(placed(params, spec, self.placement), spec, config)
         self._scheduler = scheduler_of(self.config, spec)
-        self._runner = Runner(
-            spec,
-            params,
-            buckets_of(self.config),
-            shape_of(self.config),
-            backend_of(self.config),
-            self.placement,
-            processed_logprobs=self.config.logprobs_mode == "processed",
-            deterministic=self.config.deterministic,
-            fast_norm=self.config.fast_norm,
-            processors=self.config.logits_processors,
-        )
+        self._followers = followers
+        self._runner = runner_of(self.config, spec, params, self.placement, followers)
         self._step_log = None
         if self.config.step_log is not None:
             itemsize = params["embed"]["embedding"].dtype.itemsize
@@ -157,6 +152,7 @@ class Engine(ServingEngine):
             ConfigError: the configuration can't work for it.
         """
         config = config or EngineConfig()
+        _check_one_host(config)
         if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
             gpu_memory.start_jax(config.gpu_memory_utilization, config.host_kv_gib)
         placement = placement_of(devices, config.tensor_parallel_size)
@@ -350,6 +346,10 @@ class Engine(ServingEngine):
         self._inbox.resume()
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
+        if self.config.nnodes > 1:
+            raise ConfigError(
+                f"update_params is for engines of one host, and this one is on {self.config.nnodes}", param="nnodes"
+            )
         if running not in ("keep", "restart"):
             raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
         self.handovers.check_update()
@@ -413,10 +413,15 @@ class Engine(ServingEngine):
         """Forward programs, one a bucket."""
         return len(self._runner.buckets)
 
+    def fail(self, reason: str) -> None:
+        """End every request with an error, and take no more. The engine's thread may be waiting for devices that will
+        never be done."""
+        self._loop.fail(reason)
+
     def shutdown(self, *, drain_s: float = 0.0) -> None:
         self._inbox.stop(drain_s)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(None if self._inbox.error is None else _STUCK_S)
         self._text.put([TextEvent(key, None, FinishReason.ABORT) for key in self._inbox.open_keys()])
         self._inbox.refuse_calls("the engine is shutting down")
         self._text.close()
@@ -424,6 +429,7 @@ class Engine(ServingEngine):
         for file in (self._step_log, self._trace):
             if file is not None:
                 file.close()
+        self._followers.close()
 
     def _num_waiting(self) -> int:
         return self._inbox.num_arrived() + self._scheduler.num_waiting
@@ -439,3 +445,10 @@ class Engine(ServingEngine):
     def _texted(self, start_s: float, end_s: float, num_events: int) -> None:
         assert self._trace is not None
         self._trace.span("text", "text", start_s, end_s, tokens=num_events)
+
+
+def _check_one_host(config: EngineConfig) -> None:
+    if config.nnodes > 1:
+        raise ConfigError(
+            f"this is an engine of one host; jaxcb.hosts.start starts one over {config.nnodes}", param="nnodes"
+        )

@@ -187,7 +187,7 @@ class Inbox:
 
     def wait(self, has_work: Callable[[], bool]) -> None:
         """Until there is something to take or to do. The caller holds the lock."""
-        self.lock.wait_for(lambda: self._items or self.stopping or (has_work() and not self.resting))
+        self.lock.wait_for(lambda: self._items or self.stopping or self.error or (has_work() and not self.resting))
 
     def take(self) -> list[Item]:
         """All that came in. The caller holds the lock."""
@@ -200,9 +200,10 @@ class Inbox:
             return list(self._streams)
 
     def fail(self, message: str) -> None:
-        """Take nothing any more, since the step loop has failed."""
+        """Take nothing any more, since the step loop has failed. The first reason is kept."""
         with self.lock:
-            self.error, self.accepting = message, False
+            self.error, self.accepting = self.error or message, False
+            self.lock.notify_all()
         self.refuse_calls(message)
 
     def refuse_calls(self, message: str) -> None:

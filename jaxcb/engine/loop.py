@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Everything here runs on the engine's thread."""
+    """Everything here but :meth:`fail` runs on the engine's thread."""
 
     def __init__(self, inbox: Inbox, core: EngineCore, text: TextWorker, guard: CompileGuard):
         self._inbox, self._core, self._text, self._guard = inbox, core, text, guard
@@ -35,17 +35,20 @@ class StepLoop:
                     self.emit(self._core.step())
                     self._inbox.progress_s = time.monotonic()
                     self._end_replaced()
-                self._drop_all()
+                if self._inbox.error is None:
+                    self._drop_all()
         except BaseException as error:
             logger.exception("the step loop failed")
-            message = f"the engine failed: {type(error).__name__}: {error}"
-            self._inbox.fail(message)
-            self._text.put(
-                [
-                    TextEvent(key, None, FinishReason.ERROR, error=message, engine_failed=True)
-                    for key in self._inbox.open_keys()
-                ]
-            )
+            self.fail(f"the engine failed: {type(error).__name__}: {error}")
+
+    def fail(self, message: str) -> None:
+        """End every request with that error, and take no more. Any thread may call it."""
+        self._inbox.fail(message)
+        ends = [
+            TextEvent(key, None, FinishReason.ERROR, error=message, engine_failed=True)
+            for key in self._inbox.open_keys()
+        ]
+        self._text.put(ends)
 
     def emit(self, events: list[TokenEvent]) -> None:
         """Send tokens and endings on to the text thread."""
@@ -75,7 +78,7 @@ class StepLoop:
             inbox.wait(lambda: self._core.has_work)
             items = inbox.take()
             events = [event for item in items for event in self._take(item)]
-            stopping = inbox.stopping
+            stopping = inbox.stopping or inbox.error is not None
         if items:
             self._core.something_came()
         self.emit(events)

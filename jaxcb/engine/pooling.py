@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxcb.scheduler.sequence import Sequence
-from jaxcb.step.samplers import PooledPiece
+from jaxcb.step.sampled import PooledPiece
 
 
 class Pool:

@@ -16,6 +16,7 @@ from jaxcb.engine import gpu_memory
 from jaxcb.engine.gpu_memory import GPUMemory
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
+from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import spec_of_part
 from jaxcb.scheduler import Scheduler, SchedulerLimits
 from jaxcb.scheduler.replay import RecordingScheduler
@@ -31,7 +32,9 @@ from jaxcb.sizing import (
 )
 from jaxcb.step.buckets import Buckets
 from jaxcb.step.kv_pool import SCALE_BYTES
-from jaxcb.step.runner import RunnerShape
+from jaxcb.step.orders import NOBODY, Followers
+from jaxcb.step.runner import Runner
+from jaxcb.step.shape import RunnerShape
 from pallas_kernels import default_backend, mosaic
 from pallas_kernels.platform import platform
 
@@ -62,7 +65,7 @@ def resolve_config(
     most = seqs * -(-max_model_len // config.page_size)
     memory = None
     if not on_cpu and config.num_kv_pages is None and config.kv_cache_memory_bytes is None:
-        device = None if placement is None else placement.devices[0]
+        device = None if placement is None else placement.own[0][1]
         sizes = gpu_memory.Sizes(part, seqs, budget, max_model_len, config.page_size, jnp.dtype(dtype).itemsize)
         memory = gpu_memory.measure(config.gpu_memory_utilization, sizes, device)
     pages = _num_pages(config, page_bytes, most, memory)
@@ -142,6 +145,25 @@ def shape_of(config: EngineConfig) -> RunnerShape:
         num_host_pages=num_host_pages(config, _page_bytes(config)),
         transfers=config.kv_transfer,
         int8_kv=config.kv_cache_dtype == "int8",
+    )
+
+
+def runner_of(
+    config: EngineConfig, spec: ModelSpec, params: Params, placement: Placement, followers: Followers = NOBODY
+) -> Runner:
+    """The runner of a resolved config."""
+    return Runner(
+        spec,
+        params,
+        buckets_of(config),
+        shape_of(config),
+        backend_of(config),
+        placement,
+        processed_logprobs=config.logprobs_mode == "processed",
+        deterministic=config.deterministic,
+        fast_norm=config.fast_norm,
+        processors=config.logits_processors,
+        followers=followers,
     )
 
 

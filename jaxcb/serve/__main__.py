@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import signal
 import sys
 import threading
 import time
@@ -16,13 +17,15 @@ from jaxcb.errors import JaxcbError
 from jaxcb.parsing import reasoning_markers, tool_format
 from jaxcb.serve.cli import ServeOptions, parse
 
+logger = logging.getLogger("jaxcb.serve")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; returns the exit status. Whatever can't work is one line on stderr and status 1."""
     try:
         config, options = parse(argv)
         _set_up_logging(options)
-        return _serve(config, options)
+        return _follow(config) if config.node_rank else _serve(config, options)
     except JaxcbError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -83,6 +86,21 @@ def _serve(config: EngineConfig, options: ServeOptions) -> int:
     finally:
         stop()
         engine.shutdown()
+    return 0
+
+
+def _follow(config: EngineConfig) -> int:
+    """A host that answers no requests. The first host drains and then stops the others, so a signal that reaches all
+    of them must not end these; a second one does."""
+    from jaxcb.hosts import follow
+
+    def on_signal(number: int, _: object) -> None:
+        logger.info("%s: host 0 says when to stop; a second signal exits at once", signal.Signals(number).name)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    follow(config)
     return 0
 
 

@@ -105,6 +105,11 @@ def _check_alone(config: EngineConfig, param: str) -> None:
             "--disaggregate prefill=N,decode=M has several decode engines behind one queue",
             param=param,
         )
+    if config.nnodes > 1:
+        raise ConfigError(
+            f"--{param.replace('_', '-')} is for engines of one host each, not for --nnodes {config.nnodes}",
+            param=param,
+        )
 
 
 def _nothing() -> None:

@@ -80,7 +80,13 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits and memory")
-    limits.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N", help="devices to cut the model over")
+    limits.add_argument(
+        "--tensor-parallel-size", "-tp", type=int, metavar="N", help="devices to cut the model over, on --nnodes hosts"
+    )
+    limits.add_argument("--nnodes", type=int, help=_HIDDEN)
+    limits.add_argument("--node-rank", type=int, help=_HIDDEN)
+    limits.add_argument("--dist-init-addr", help=_HIDDEN)
+    limits.add_argument("--dist-timeout", type=float, dest="dist_timeout_s", help=_HIDDEN)
     limits.add_argument("--data-parallel-size", "-dp", type=int, metavar="N", help="engines behind one queue")
     limits.add_argument(
         "--disaggregate", metavar="prefill=N,decode=M", help="prompts and answers on engines of their own"

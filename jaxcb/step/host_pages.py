@@ -95,7 +95,10 @@ class HostPages:
 
     @functools.cached_property
     def _padding(self) -> Page:
-        return jax.device_put(np.zeros(self._page.shape, self._page.dtype), self._device)
+        shape, dtype = self._page.shape, self._page.dtype
+        part = np.zeros(self._device.shard_shape(shape), dtype)
+        parts = [jax.device_put(part, device) for device in self._device.addressable_devices]
+        return jax.make_array_from_single_device_arrays(shape, self._device, parts)
 
     def _taken_apart(self, kv: Any, pages: Int[Array, "M"]) -> list[Page]:
         rows = self._gather(kv, pages)

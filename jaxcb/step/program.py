@@ -314,6 +314,8 @@ def compiler_options(*, deterministic: bool, num_devices: int = 1) -> dict[str, 
     - Nothing is computed twice to save memory: XLA counts the pages, which fill the GPU, once for each kernel that
       writes into them, finds that there is too little memory, and repeats small kernels in every layer.
     - Sums over several devices belong to the step's one CUDA graph. (They are added to what is in it anyhow.)
+    - Of several hosts each times kernels for itself: to share that they would have to compile the same program at the
+      same time, and one of them may have it on its disk.
 
     On a CPU, jax before 0.11 can do without a stage of its compiler that takes nearly half of the time and makes
     nothing here faster.
@@ -330,6 +332,7 @@ def compiler_options(*, deterministic: bool, num_devices: int = 1) -> dict[str, 
             }
             if num_devices > 1:
                 options["xla_gpu_enable_command_buffer"] = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
+                options["xla_gpu_shard_autotuning"] = False
             return options
         case "cpu" if old:
             return {"xla_cpu_use_fusion_emitters": False}

@@ -60,7 +60,7 @@ class ProgramStore:
     ):
         self._devices = jax.local_devices()[:1] if devices is None else list(devices)
         self._surroundings = _digest(*_surroundings(), options, [device.id for device in self._devices])
-        self._folder = directory / _digest(self._surroundings, _source(), *parts)
+        self._folder = directory / _digest(self._surroundings, source_digest(), *parts)
         self._contents = directory / CONTENTS
         _listen()
 
@@ -165,7 +165,7 @@ def _surroundings() -> Iterator[object]:
         yield package, importlib.metadata.version(package)
     client = jax.devices()[0].client
     yield machine(), client.platform, client.platform_version
-    yield [(device.id, device.device_kind) for device in jax.devices()]
+    yield jax.process_index(), [(device.id, device.device_kind) for device in jax.devices()]
     library = native.loaded()
     yield None if library is None else (library.variant, library.path.parent.name)
     # Where caches lie and what is logged doesn't change a program; all else might.
@@ -175,7 +175,7 @@ def _surroundings() -> Iterator[object]:
 
 
 @functools.cache
-def _source() -> str:
+def source_digest() -> str:
     """A digest of all our Python: of what is traced, and of more than that."""
     digest = hashlib.sha256()
     for package in (jaxcb, pallas_kernels):

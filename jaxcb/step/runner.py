@@ -33,35 +33,26 @@ from jaxcb.step.buckets import Bucket, Buckets
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job, compile_all
 from jaxcb.step.kv_pool import KVPages, pool_of
+from jaxcb.step.orders import (
+    NOBODY,
+    Followers,
+    ForwardOrder,
+    MoveOrder,
+    Order,
+    PagesOrder,
+    RowMasks,
+    SampleOrder,
+)
 from jaxcb.step.owners import SlotOwners
 from jaxcb.step.page_mover import PageMover
 from jaxcb.step.program import ForwardResult, StepProgram, compiler_options
 from jaxcb.step.program_store import ProgramStore
-from jaxcb.step.samplers import RowMasks, Sampled, Samplers, Wanted
+from jaxcb.step.sampled import Sampled, Values, Wanted, asked
+from jaxcb.step.samplers import Samplers
+from jaxcb.step.shape import RunnerShape, empty_pages, kv_dtype, kv_shape
 from pallas_kernels import native
 from pallas_kernels.metadata import Backend
 from pallas_kernels.platform import platform
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunnerShape:
-    """Sizes of the device arrays. ``num_pages`` counts usable pages; the trash page is added here."""
-
-    num_pages: int
-    page_size: int
-    num_slots: int
-    max_model_len: int
-    num_host_pages: int = 0
-    """Pages kept in host memory."""
-    transfers: bool = False
-    """Pages are read for other engines, and written from theirs."""
-    int8_kv: bool = False
-    """Pages hold int8 with scales, instead of numbers of the weights' dtype."""
-
-    @property
-    def table_width(self) -> int:
-        """P: pages of the longest sequence."""
-        return -(-self.max_model_len // self.page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +76,16 @@ class Forwarded:
 
     plan: StepPlan
     bucket: Bucket
-    result: ForwardResult
     wanted: Wanted
     launched_s: float
 
 
 class Runner:
-    """Not thread-safe: the engine's thread calls it."""
+    """Not thread-safe: the engine's thread calls it.
+
+    Whatever is launched is an order, of which ``followers`` are told first: runners of the same engine on other hosts,
+    which :meth:`carry_out` it.
+    """
 
     def __init__(
         self,
@@ -106,7 +100,9 @@ class Runner:
         deterministic: bool = False,
         fast_norm: bool = False,
         processors: Sequence[LogitsProcessor] = (),
+        followers: Followers = NOBODY,
     ):
+        self._followers = followers
         self._placement = placement = placement_of(None, 1) if placement is None else placement
         self._part = spec_of_part(spec, placement.size)
         self._parallel = TensorParallel(placement.size, spec.vocab_size, in_order=deterministic)
@@ -119,10 +115,12 @@ class Runner:
         self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors, placement.whole)
         dtype = params["embed"]["embedding"].dtype
         kv = pool_of(kv_shape(self._part, shape, placement.size), kv_dtype(dtype, backend), int8=shape.int8_kv)
-        empty_pages = functools.partial(_empty_pages, kv, backend)
-        self._empty_pages = jax.jit(empty_pages, out_shardings=placement.sharding(PAGES)).lower().compile()
+        make = functools.partial(empty_pages, kv, backend)
+        self._empty_pages = jax.jit(make, out_shardings=placement.sharding(PAGES)).lower().compile()
         self._kv: KVPages = self._empty_pages()
         self._forward: dict[Bucket, Compiled] = {}
+        self._result: ForwardResult | None = None
+        """Of a forward that has not been sampled."""
         logits_dtype = jnp.float32 if platform() == "cpu" else dtype
         self._processed_logprobs = processed_logprobs
         self._samplers = Samplers(
@@ -165,21 +163,49 @@ class Runner:
         newcomers = [row for row in (*plan.others.values(), *plan.chunks) if row.new_pages and not row.first_new_page]
         self._owners.enter(newcomers)
         upload, overflow, sampling_slots = self._layouts[bucket].pack(plan, self._owners)
-        self.move_pages(plan.moves)
-        for start in range(0, len(overflow), CHANGES_PER_UPLOAD):
-            self._upload_changes(overflow[start : start + CHANGES_PER_UPLOAD])
-        self._state = self._samplers.enter(self._state, newcomers)
-        result = self._forward[bucket](self._leaves, self._kv, self._state.bare, upload)
-        self._kv, self._state = result.kv, self._state.after(result.state)
+        controls, processors = self._samplers.controls_of(newcomers), self._samplers.processors_of(newcomers)
+        order = ForwardOrder(bucket, plan.moves, overflow, controls, processors, upload)
+        self._followers.tell(order)
+        self._run_forward(order)
         wanted = Wanted(self._owners.tier_of(sampling_slots), self._owners.asked_logprobs(sampling_slots))
-        return Forwarded(plan, bucket, result, wanted, launched_s)
+        return Forwarded(plan, bucket, wanted, launched_s)
 
     def sample(self, step: Forwarded, masks: RowMasks | None = None) -> InFlight:
         """Start the second program. ``masks``: of the rows that are held to a grammar."""
-        self._state, sampled = self._samplers.sample(
-            self.params, self._state, step.result, step.plan, step.wanted, masks
-        )
-        return InFlight(step.plan, step.bucket, sampled, step.launched_s)
+        order, pieces = asked(step.plan, step.bucket, step.wanted, masks)
+        self._followers.tell(order)
+        return InFlight(step.plan, step.bucket, pieces.of(self._run_sampler(order)), step.launched_s)
+
+    def carry_out(self, order: Order) -> None:
+        """What the runner that leads has done, on this host's devices."""
+        match order:
+            case ForwardOrder():
+                self._run_forward(order)
+            case SampleOrder():
+                self._run_sampler(order)
+            case MoveOrder(moves):
+                self.move_pages(moves)
+            case PagesOrder("drop"):
+                self.drop_pages()
+            case PagesOrder("take"):
+                self.take_pages()
+            case PagesOrder("measure"):
+                self.measure_host_page_s()
+
+    def _run_forward(self, order: ForwardOrder) -> None:
+        if order.moves is not None:
+            self._kv = self._mover.move(self._kv, order.moves)
+        for start in range(0, len(order.changes), CHANGES_PER_UPLOAD):
+            self._upload_changes(order.changes[start : start + CHANGES_PER_UPLOAD])
+        self._state = self._samplers.enter(self._state, order)
+        self._result = result = self._forward[order.bucket](self._leaves, self._kv, self._state.bare, order.upload)
+        self._kv, self._state = result.kv, self._state.after(result.state)
+
+    def _run_sampler(self, order: SampleOrder) -> Values:
+        assert self._result is not None, "its forward comes first"
+        self._state, values = self._samplers.sample(self.params, self._state, self._result, order)
+        self._result = None
+        return values
 
     def set_params(self, params: Params) -> None:
         """Compute with other weights from the next step on.
@@ -203,16 +229,19 @@ class Runner:
     def drop_pages(self) -> None:
         """Give the memory of the KV pages back. Nothing is in flight, and nothing is launched before
         :meth:`take_pages`."""
+        self._followers.tell(PagesOrder("drop"))
         for part in jax.tree.leaves(self._kv):
             part.delete()
 
     def take_pages(self) -> None:
         """Take it again; the pages hold nothing."""
+        self._followers.tell(PagesOrder("take"))
         self._kv = self._empty_pages()
 
     def move_pages(self, moves: PageMoves | None) -> None:
         """Carry out what the page bookkeeping has decided, before a page of it is written anew."""
         if moves is not None:
+            self._followers.tell(MoveOrder(moves))
             self._kv = self._mover.move(self._kv, moves)
 
     def read_pages(self, pages: list[int]) -> np.ndarray:
@@ -233,6 +262,7 @@ class Runner:
 
     def measure_host_page_s(self) -> float:
         """See :meth:`PageMover.measure`; between two steps."""
+        self._followers.tell(PagesOrder("measure"))
         self._kv, seconds = self._mover.measure(self._kv)
         return seconds
 
@@ -316,24 +346,6 @@ def _forward(
     program: StepProgram, tree: PyTreeDef, leaves: list[Array], kv: KVPages, state: SlotState, upload: Array
 ) -> ForwardResult:
     return program.forward(jax.tree.unflatten(tree, leaves), kv, state, upload)
-
-
-def _empty_pages(kv: Any, backend: Backend) -> KVPages:
-    """Pages that hold nothing. The native kernels read nothing of a page before it is written, so that theirs take up
-    memory as they come into use."""
-    make = native.untouched if backend == "native" else jnp.zeros
-    return jax.tree.map(lambda part: make(part.shape, part.dtype), kv)
-
-
-def kv_shape(spec: ModelSpec, shape: RunnerShape, num_devices: int = 1) -> tuple[int, ...]:
-    """[N, L, 2, page_size, K, D], the trash page included, on so many devices with ``spec`` each."""
-    heads = num_devices * spec.num_kv_heads
-    return (shape.num_pages + 1, spec.num_layers, 2, shape.page_size, heads, spec.head_dim)
-
-
-def kv_dtype(weights: Any, backend: Backend) -> Any:
-    """Pages hold the weights' dtype. XLA's CPU scatter converts a whole bfloat16 array, so there its bits are kept."""
-    return jnp.uint16 if weights == jnp.bfloat16 and platform() == "cpu" and backend != "triton" else weights
 
 
 def _abstract(x: Array) -> jax.ShapeDtypeStruct:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +15,21 @@ from jaxtyping import Array, Float, Int
 
 from jaxcb.devices import WHOLE, Placement, placement_of
 from jaxcb.logits_processor import LogitsProcessor
-from jaxcb.logprobs import Logprobs
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import ALONE, TensorParallel, partitions
 from jaxcb.sampling import Tier
 from jaxcb.sampling.logprobs import RowLogprobs
-from jaxcb.sampling_params import SamplingParams
-from jaxcb.scheduler import PlanRow, StepPlan
-from jaxcb.scheduler.sequence import Sequence
+from jaxcb.scheduler import PlanRow
 from jaxcb.sizing import PROMPT_ROWS
 from jaxcb.step.batch import SlotState, sample_size, set_controls
+from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.jobs import Job
+from jaxcb.step.orders import ControlRow, ForwardOrder, ProcessorStates, PromptRows, RowMasks, SampleOrder
 from jaxcb.step.processors import ProcessorRows, enter, row_of
 from jaxcb.step.program import (
     ForwardResult,
-    Pooled,
     compiler_options,
     mask_logits,
     mask_some_logits,
@@ -41,73 +38,8 @@ from jaxcb.step.program import (
     sample_step,
     token_logprobs,
 )
+from jaxcb.step.sampled import Values
 from pallas_kernels.metadata import Backend
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptPiece:
-    """Log-probabilities of the tokens after prompt position ``first`` and on, on their way to the host."""
-
-    sequence: Sequence
-    first: int
-    token_ids: list[int]
-    values: RowLogprobs
-
-    def wait(self) -> Logprobs:
-        count = len(self.token_ids)
-        sampling = self.sequence.request.sampling
-        return _on_host(self.values, self.token_ids, slice(0, count), sampling.prompt_logprobs)
-
-
-@dataclasses.dataclass(frozen=True)
-class PooledPiece:
-    """What a chunk adds to its prompt's embedding, on its way to the host."""
-
-    sequence: Sequence
-    first: int
-    num_tokens: int
-    row: int
-    values: Pooled
-
-    def sum(self) -> Float[np.ndarray, "E"]:
-        return np.asarray(self.values.sums)[self.row]
-
-    def last(self) -> Float[np.ndarray, "E"]:
-        return np.asarray(self.values.last)[self.row].copy()
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """A step's results on their way to the host. ``logprobs`` by whether every id was asked for."""
-
-    token_ids: Int[Array, "S"]
-    logprobs: Mapping[bool, RowLogprobs]
-    prompt: list[PromptPiece]
-    pooled: list[PooledPiece]
-
-    def logprobs_of(self, index: int, sampling: SamplingParams, token_id: int) -> Logprobs | None:
-        """Those of the token of row ``index``, if its request asks for them."""
-        if sampling.logprobs is None:
-            return None
-        values = self.logprobs[sampling.logprobs < 0]
-        return _on_host(values, [token_id], slice(index, index + 1), sampling.logprobs)
-
-
-class Wanted(NamedTuple):
-    """What the rows of a step want of the sampler."""
-
-    tier: Tier
-    logprobs: list[bool]
-    """As in :class:`Sampled`."""
-
-
-class RowMasks(NamedTuple):
-    """What grammars allow in some rows of a step; the other rows may sample anything."""
-
-    rows: list[int]
-    words: Int[np.ndarray, "C W"]
-    """Bit i of word w is 0 where id 32 w + i is forbidden."""
-
 
 MASKED_ROWS = (4, 16, 64)
 """Masks of the rows that have one are uploaded, padded to the next of these, or to all rows."""
@@ -218,12 +150,9 @@ class Samplers:
             keep = functools.partial(setattr, self, "_set_processors")
             yield Job("set processors", functools.partial(enter.lower, *arguments), keep, stored=False)
 
-    def enter(self, state: SlotState, newcomers: Iterable[PlanRow]) -> SlotState:
-        """Give the slots of newcomers their controls and the states of logits processors; those of others at rest stay
-        as they are."""
-        if self._processors:
-            newcomers = list(newcomers)
-            state = self._enter_processors(state, newcomers)
+    def controls_of(self, newcomers: Iterable[PlanRow]) -> list[ControlRow]:
+        """The controls of newcomers; those that ask for nothing have some only where the slot's last owner left any."""
+        rows = []
         for row in newcomers:
             sequence = row.sequence
             if sequence.request.sampling.controlled:
@@ -234,52 +163,65 @@ class Samplers:
                 self._controlled_slots.remove(row.slot)
             else:
                 continue
-            assert self._set_controls is not None, "the programs are compiled first"
-            state = self._set_controls(state, np.int32(row.slot), values)
-        return state
+            rows.append(ControlRow(row.slot, values))
+        return rows
 
-    def _enter_processors(self, state: SlotState, newcomers: Iterable[PlanRow]) -> SlotState:
-        for row in newcomers:
+    def processors_of(self, newcomers: Iterable[PlanRow]) -> list[ProcessorStates]:
+        """The same of the states of logits processors."""
+        entering = []
+        for row in newcomers if self._processors else ():
             sequence, states = row.sequence, row.sequence.request.processor_states
             asks = any(own is not None for own in states)
             if asks or row.slot in self._processed_slots:
-                assert self._set_processors is not None, "the programs are compiled first"
                 answer = np.zeros(self._controls.max_model_len, np.int32)
                 answer[: sequence.num_generated] = sequence.token_ids[sequence.num_prompt_tokens :]
-                entering = row_of(self._processors, states)
-                state = self._set_processors(
-                    state, np.int32(row.slot), entering, answer, np.int32(sequence.num_generated)
-                )
+                leaves = jax.tree.leaves(row_of(self._processors, states))
+                entering.append(ProcessorStates(row.slot, leaves, answer, sequence.num_generated))
                 (self._processed_slots.add if asks else self._processed_slots.discard)(row.slot)
+        return entering
+
+    def enter(self, state: SlotState, order: ForwardOrder) -> SlotState:
+        """Give the slots of newcomers what belongs to them."""
+        for slot, leaves, answer, num_tokens in order.processors:
+            assert self._set_processors is not None, "the programs are compiled first"
+            states = jax.tree.unflatten(jax.tree.structure(row_of(self._processors, ())), leaves)
+            state = self._set_processors(state, np.int32(slot), states, answer, np.int32(num_tokens))
+        for slot, values in order.controls:
+            assert self._set_controls is not None, "the programs are compiled first"
+            state = self._set_controls(state, np.int32(slot), values)
         return state
 
     def sample(
-        self,
-        params: Params,
-        state: SlotState,
-        forward: ForwardResult,
-        plan: StepPlan,
-        wanted: Wanted,
-        masks: RowMasks | None = None,
-    ) -> tuple[SlotState, Sampled]:
-        """Sample a step's rows, under masks if some are given, and start the copies to the host."""
+        self, params: Params, state: SlotState, forward: ForwardResult, order: SampleOrder
+    ) -> tuple[SlotState, Values]:
+        """Sample a step's rows, and start the copies to the host."""
         logits, hidden = forward.logits, forward.hidden
-        S = logits.shape[0]
-        sample = self._sample[S, wanted.tier]
-        masked = logits if masks is None or not masks.rows else self._masked(logits, masks)
-        result, token_ids, drawn_from = sample(self._needed(state, wanted.tier), masked, forward.sample_part)
+        S, tier = order.bucket.num_seqs, order.tier
+        sample = self._sample[S, tier]
+        masked = logits if order.masks is None else self._masked(logits, order.masks)
+        result, token_ids, drawn_from = sample(self._needed(state, tier), masked, forward.sample_part)
         state = state.after(result)
         source = logits if drawn_from is None else drawn_from
-        num_rows = np.int32(plan.num_rows)
-        logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in wanted.logprobs}
-        prompt = [] if hidden is None else list(self._prompt_pieces(params, hidden, plan))
-        pooled = [] if hidden is None else self._pooled(params, hidden, plan, S)
+        num_rows = np.int32(order.num_rows)
+        logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in order.logprobs}
+        prompts = [self._prompt_logprobs(params, hidden, order.bucket, rows) for rows in order.prompts]
+        pooled = None
+        if order.pooled is not None:
+            pooled = self._pool[order.bucket.num_tokens](params["final_norm"]["scale"], hidden, *order.pooled)
+        values = Values(token_ids, logprobs, prompts, pooled)
         if self._copies:
-            values = (token_ids, logprobs, [piece.values for piece in prompt], [piece.values for piece in pooled])
             for array in jax.tree.leaves(values):
                 if isinstance(array, jax.Array):
                     array.copy_to_host_async()
-        return state, Sampled(token_ids, logprobs, prompt, pooled)
+        return state, values
+
+    def _prompt_logprobs(
+        self, params: Params, hidden: Float[Array, "T E"] | None, bucket: Bucket, asked: PromptRows
+    ) -> RowLogprobs:
+        program = self._prompt[bucket.num_tokens, asked.every]
+        values = program(params, hidden, asked.rows, asked.token_ids, np.int32(asked.num_tokens))
+        # Those of every id of a whole chunk would fill the device: see sizing.logprobs_bytes.
+        return jax.tree.map(np.asarray, values) if asked.every else values
 
     def _needed(self, state: SlotState, tier: Tier) -> SlotState:
         return state if tier is Tier.FULL or self._processors else state.bare
@@ -295,43 +237,6 @@ class Samplers:
         words[:count], rows[:count] = masks.words, masks.rows
         return self._mask[S, C](logits, rows, words)
 
-    def _pooled(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan, S: int) -> list[PooledPiece]:
-        """One program for all chunks of a step whose prompts are to be embedded."""
-        wanted: list[tuple[PlanRow, int]] = []
-        T, offset = hidden.shape[0], plan.num_tokens - sum(row.num_tokens for row in plan.chunks)
-        token_rows, last = np.full(T, S, np.int32), np.zeros(S, np.int32)
-        for row in plan.chunks:
-            count = min(row.num_tokens, row.sequence.num_prompt_tokens - row.start)
-            if row.sequence.request.pooling is not None and count > 0:
-                token_rows[offset : offset + count] = len(wanted)
-                last[len(wanted)] = offset + count - 1
-                wanted.append((row, count))
-            offset += row.num_tokens
-        if not wanted:
-            return []
-        values = self._pool[T](params["final_norm"]["scale"], hidden, token_rows, last)
-        return [PooledPiece(row.sequence, row.start, count, i, values) for i, (row, count) in enumerate(wanted)]
-
-    def _prompt_pieces(self, params: Params, hidden: Float[Array, "T E"], plan: StepPlan) -> Iterable[PromptPiece]:
-        offset = plan.num_tokens - sum(row.num_tokens for row in plan.chunks)
-        for row in plan.chunks:
-            sequence, wanted = row.sequence, row.sequence.request.sampling.prompt_logprobs
-            if wanted is not None:
-                prompt = sequence.request.prompt_token_ids
-                end = min(row.context_len, len(prompt) - 1)  # the hidden state at i tells of the token at i + 1
-                for start in range(max(row.start, sequence.request.score_from - 1), end, PROMPT_ROWS):
-                    count = min(PROMPT_ROWS, end - start)
-                    rows, targets = np.zeros(PROMPT_ROWS, np.int32), np.zeros(PROMPT_ROWS, np.int32)
-                    rows[:count] = np.arange(count) + offset + start - row.start
-                    token_ids = list(prompt[start + 1 : start + 1 + count])
-                    targets[:count] = token_ids
-                    program = self._prompt[hidden.shape[0], wanted < 0]
-                    values = program(params, hidden, rows, targets, np.int32(count))
-                    if wanted < 0:  # those of a whole chunk would fill the device: see sizing.logprobs_bytes
-                        values = jax.tree.map(np.asarray, values)
-                    yield PromptPiece(sequence, start, token_ids, values)
-            offset += row.num_tokens
-
 
 def _enter(
     processors: Seq[LogitsProcessor],
@@ -342,16 +247,6 @@ def _enter(
     num_tokens: Int[Array, ""],
 ) -> SlotState:
     return state._replace(processors=enter(processors, state.processors, slot, row, answer, num_tokens))
-
-
-def _on_host(values: RowLogprobs, token_ids: list[int], rows: slice, k: int | None) -> Logprobs:
-    chosen, ranks, top = (np.asarray(array)[rows] for array in (values.chosen, values.ranks, values.top))
-    if values.top_ids is None:
-        top_ids = np.broadcast_to(np.arange(top.shape[1], dtype=np.int32), top.shape)
-    else:
-        top_ids = np.asarray(values.top_ids)[rows]
-    everything = Logprobs(np.asarray(token_ids, np.int32), chosen, ranks, top_ids, top)
-    return everything if k is None or k < 0 else everything.limited(k)
 
 
 def _mask_sizes(num_rows: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""Parameters on the devices of an engine: each device is given its own parts, one parameter after the other."""
+"""Parameters on the devices of an engine: each device of this process is given its own parts, one parameter after the
+other."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-from jaxcb.devices import CUT, Placement
+from jaxcb.devices import CUT, Placement, on_device
 from jaxcb.errors import ConfigError
 from jaxcb.models.parallel import check_divides, part_of, partitions
 from jaxcb.models.spec import ModelSpec
@@ -56,12 +57,14 @@ def placed(params: Params, spec: ModelSpec, placement: Placement) -> Params:
 
 
 def _cut(path: tuple[Any, ...], array: Any, spec: ModelSpec, placement: Placement) -> Array:
+    if placement.witness is not None:
+        placement.witness(path, array)
     parts = [
         jax.device_put(part[None], device)
-        for index, device in enumerate(placement.devices)
+        for index, device in placement.own
         if (part := part_of(path, array, spec, placement.size, index)) is not None
     ]
     if not parts:
-        return jax.device_put(array, placement.whole)
+        return on_device(array, placement.whole, may_alias=None)
     shape = (placement.size, *parts[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, placement.sharding(CUT), parts)

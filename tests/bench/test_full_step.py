@@ -6,7 +6,7 @@ from bench.common import BenchError
 from bench.full_step import full_plan, repeated
 from jaxcb.scheduler.plan import IN_FLIGHT
 from jaxcb.step.buckets import Bucket
-from jaxcb.step.runner import RunnerShape
+from jaxcb.step.shape import RunnerShape
 
 SHAPE = RunnerShape(num_pages=100, page_size=8, num_slots=16, max_model_len=256)
 

@@ -8,7 +8,7 @@ from bench.full_step import full_plan
 from bench.roofline import Speeds, Work
 from jaxcb.models.decoder import init_params
 from jaxcb.step.buckets import Bucket
-from jaxcb.step.runner import RunnerShape
+from jaxcb.step.shape import RunnerShape
 from tests.engine.conftest import SPEC
 
 SHAPE = RunnerShape(num_pages=100, page_size=16, num_slots=8, max_model_len=128)

@@ -20,7 +20,7 @@ from jaxcb.step.controls import ControlLayout
 from jaxcb.step.kv_pool import pool_of
 from jaxcb.step.owners import SlotOwners
 from jaxcb.step.program import StepProgram, compiler_options, head_logits
-from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
+from jaxcb.step.shape import RunnerShape, kv_dtype, kv_shape
 from jaxcb.weights.panels import in_panels
 
 PAGE_SIZE = 16

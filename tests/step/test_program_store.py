@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxcb.step import program_store
 from jaxcb.step.jobs import Job, compile_all
 from jaxcb.step.program_store import CONTENTS, KEEP_S, ProgramStore
-from jaxcb.step.runner import RunnerShape
+from jaxcb.step.shape import RunnerShape
 
 SHAPE = RunnerShape(num_pages=4, page_size=16, num_slots=2, max_model_len=64)
 
@@ -204,7 +204,7 @@ def test_the_key_follows_what_programs_are_made_from(tmp_path, monkeypatch):
         assert key(SHAPE) != before
     finally:
         jax.config.update("jax_default_matmul_precision", None)
-    monkeypatch.setattr(program_store, "_source", lambda: "another source")
+    monkeypatch.setattr(program_store, "source_digest", lambda: "another source")
     assert key(SHAPE) != before
 
 
@@ -213,11 +213,11 @@ def test_a_changed_source_file_changes_the_fingerprint(tmp_path, monkeypatch):
     package.mkdir()
     (package / "kernel.py").write_text("one = 1\n")
     monkeypatch.setattr(program_store.jaxcb, "__path__", [str(package)])
-    program_store._source.cache_clear()
+    program_store.source_digest.cache_clear()
     try:
         before = folder_of(tmp_path)
-        program_store._source.cache_clear()
+        program_store.source_digest.cache_clear()
         (package / "kernel.py").write_text("one = 2\n")
         assert folder_of(tmp_path) != before
     finally:
-        program_store._source.cache_clear()
+        program_store.source_digest.cache_clear()

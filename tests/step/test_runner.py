@@ -7,7 +7,7 @@ from jaxcb.step.batch import SlotState, StepLayout
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.controls import ControlLayout
 from jaxcb.step.program import StepProgram
-from jaxcb.step.runner import RunnerShape, kv_dtype, kv_shape
+from jaxcb.step.shape import RunnerShape, kv_dtype, kv_shape
 
 SPEC = ModelSpec(
     family="llama",

@@ -1,0 +1,205 @@
+"""Leader: the first host's side of the links to the others.
+
+A conversation: the other host sends ``join`` (who it is); when all have, this one sends ``welcome`` (where jax's
+coordinator is), and jax starts. Each loads its parts and sends ``loaded`` (what, and how many pages it has room for);
+this one answers with ``sizes`` that fit all. Each compiles its programs and sends ``ready``. From then on ``order``
+after ``order`` goes out, until ``stop``. Any side that can't go on says so in ``failed``; both send a ``beat`` now and
+then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxcb.config import EngineConfig
+from jaxcb.disagg.identity import difference
+from jaxcb.disagg.wire import Channel, address_of
+from jaxcb.errors import ConfigError, EngineStoppedError, PeerError
+from jaxcb.hosts.group import free_port, join
+from jaxcb.hosts.identity import WORDS, program_of
+from jaxcb.hosts.link import SILENCE_S, Link
+from jaxcb.hosts.messages import pack
+from jaxcb.step.orders import Order
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 5.0
+
+
+class Leader:
+    """Waits for all other hosts when it is made.
+
+    Raises:
+        ConfigError: its address can't be listened on, one of the hosts didn't come in time, or one doesn't fit.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self._lock = threading.Lock()
+        self._links: list[Link] = []
+        self._ranks: set[int] = set()
+        self._closing = False
+        self._lost: str | None = None
+        self._on_lost: Callable[[str], None] = logger.error
+        self._identity = program_of(config)
+        host, port = address_of(config.dist_init_addr or "", "dist_init_addr")
+        self._host = host
+        with _listening(host, port) as sock, self.saying_why():
+            self._gather(sock)
+
+    def start_jax(self) -> None:
+        """Over all hosts."""
+        coordinator = f"[{self._host}]" if ":" in self._host else self._host
+        coordinator = f"{coordinator}:{free_port(self._host)}"
+        for link in self._links:
+            link.send("welcome", coordinator=coordinator)
+        join(self._config, coordinator)
+
+    def agree(self, identity: dict[str, str], num_kv_pages: int) -> int:
+        """When every host has loaded the same model: how many pages all have room for.
+
+        Raises:
+            ConfigError: one has not.
+        """
+        for link in self._links:
+            loaded, _ = self._received(link, "loaded")
+            _check(link, identity, loaded["identity"])
+            num_kv_pages = min(num_kv_pages, int(loaded["num_kv_pages"]))
+        return num_kv_pages
+
+    def set_sizes(self, num_kv_pages: int, sizes: dict[str, str]) -> None:
+        """Tell them."""
+        for link in self._links:
+            link.send("sizes", num_kv_pages=num_kv_pages, sizes=sizes)
+
+    def wait_ready(self) -> None:
+        """Raises ConfigError if one of the hosts could not make itself ready."""
+        for link in self._links:
+            self._received(link, "ready")
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Have a function called with the reason, on a thread of its own, once a host is lost."""
+        with self._lock:
+            self._on_lost, lost = on_lost, self._lost
+        if lost is not None:
+            on_lost(lost)
+
+    # ------------------------------------------------------------------ Followers
+
+    def tell(self, order: Order) -> None:
+        """Raises EngineStoppedError if one of the hosts is lost."""
+        if self._lost is not None:
+            raise EngineStoppedError(self._lost)
+        fields, body = pack(order)
+        try:
+            for link in self._links:
+                link.send("order", body, **fields)
+        except PeerError as error:
+            raise EngineStoppedError(str(error)) from error
+
+    def close(self) -> None:
+        self._end("stop")
+        if self._lost is None:
+            jax.distributed.shutdown()
+
+    # ------------------------------------------------------------------ ends
+
+    @contextlib.contextmanager
+    def saying_why(self) -> Any:
+        """If what is done here fails, the other hosts give up with the same reason."""
+        try:
+            yield
+        except BaseException as error:
+            self._end("failed", reason=str(error) or type(error).__name__)
+            raise
+
+    def _end(self, kind: str, **fields: Any) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        for link in self._links:
+            with contextlib.suppress(PeerError):
+                link.send(kind, **fields)
+        for link in self._links:
+            link.join(_LAST_WORDS_S)
+            link.close()
+
+    def _gone(self, reason: str) -> None:
+        """On a link's thread."""
+        with self._lock:
+            if self._closing or self._lost is not None:
+                return
+            self._lost, on_lost = reason, self._on_lost
+        on_lost(reason)
+        self._end("failed", reason=reason)
+
+    # ------------------------------------------------------------------ the beginning
+
+    def _gather(self, sock: socket.socket) -> None:
+        deadline_s = time.monotonic() + self._config.dist_timeout_s
+        while len(self._ranks) < self._config.nnodes - 1:
+            sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
+            try:
+                connection, where = sock.accept()
+            except TimeoutError as error:
+                missing = ", ".join(str(rank) for rank in range(1, self._config.nnodes) if rank not in self._ranks)
+                raise ConfigError(
+                    f"of {self._config.nnodes} hosts, --node-rank {missing} did not come to "
+                    f"{self._config.dist_init_addr} within {self._config.dist_timeout_s:g} s: start the same command "
+                    "there, with that rank",
+                    param="nnodes",
+                ) from error
+            channel = Channel(connection, SILENCE_S)
+            try:
+                message, _ = channel.receive()
+                if message.get("kind") != "join":
+                    raise PeerError(f"it said {message.get('kind')!r} first")
+                rank, identity = int(message["rank"]), dict(message["identity"])
+            except (PeerError, KeyError, TypeError, ValueError) as error:
+                logger.warning("somebody at %s is no host of this engine: %s", where, error)
+                channel.close()
+                continue
+            self._joined(rank, identity, Link(channel, f"host {rank}"))
+
+    def _joined(self, rank: int, identity: dict[str, Any], link: Link) -> None:
+        self._links.append(link)  # first, so that it hears of its own refusal
+        link.read_ahead(self._gone)
+        _check(link, self._identity, identity)
+        if rank in self._ranks or not 0 < rank < self._config.nnodes:
+            raise ConfigError(
+                f"a host came with --node-rank {rank}, which is no other's place: each needs a rank of its own, from 0 "
+                f"to {self._config.nnodes - 1}",
+                param="node_rank",
+            )
+        self._ranks.add(rank)
+
+    def _received(self, link: Link, kind: str) -> Any:
+        try:
+            return link.receive(kind)
+        except PeerError as error:
+            raise ConfigError(str(error), param="nnodes") from error
+
+
+def _check(link: Link, ours: dict[str, str], theirs: dict[str, Any]) -> None:
+    if (reason := difference(ours, theirs, WORDS)) is not None:
+        raise ConfigError(f"host 0 (here) and {link.name} (there): {reason}", param="nnodes")
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"can't listen on {host} port {port}: {error.strerror or error}. --dist-init-addr must be an address of "
+            "the host with --node-rank 0, and a free port",
+            param="dist_init_addr",
+        ) from error

@@ -1,0 +1,170 @@
+"""Hosts that don't fit, or don't come, are refused at the start, with the reason on both sides."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import pytest
+
+from jaxcb.config import EngineConfig
+from jaxcb.disagg.wire import Channel, address_of
+from jaxcb.engine import Engine
+from jaxcb.errors import ConfigError
+from jaxcb.hosts import follow, identity, leader, start
+from jaxcb.hosts.group import devices_of
+from jaxcb.hosts.leader import Leader
+from tests.hosts.run import free_address
+
+
+def config_of(rank: int, address: str, **changes: Any) -> EngineConfig:
+    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_timeout_s": 20.0} | changes
+    return EngineConfig(node_rank=rank, dist_init_addr=address, **settings)
+
+
+def errors_of(address: str, first: EngineConfig, second: EngineConfig) -> list[str]:
+    """What both say."""
+    with ThreadPoolExecutor() as threads:
+        tries = [threads.submit(start, first, progress=False), threads.submit(follow, second, progress=False)]
+        return [str(each.exception(30)) for each in tries]
+
+
+def test_another_number_of_devices_is_refused_on_both_sides():
+    address = free_address()
+    changes = {"tensor_parallel_size": 4}
+    for error in errors_of(address, config_of(0, address), config_of(1, address, **changes)):
+        assert "different numbers of devices (--tensor-parallel-size): '2' here, '4' there" in error
+
+
+def test_another_version_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
+    ours, address = identity.program_of, free_address()
+    monkeypatch.setattr(leader, "program_of", lambda config: ours(config) | {"jaxcb": "9.9"})
+    for error in errors_of(address, config_of(0, address), config_of(1, address)):
+        assert "host 0 (here) and host 1 (there): the two sides have different versions of jaxcb: '9.9' here" in error
+
+
+def test_a_rank_that_is_taken_or_not_there_is_refused_on_both_sides():
+    address = free_address()
+    for error in errors_of(address, config_of(0, address), config_of(2, address, nnodes=2 + 1, tensor_parallel_size=3)):
+        assert "different numbers of hosts" in error
+    address = free_address()
+    three = {"nnodes": 3, "tensor_parallel_size": 3}
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(start, config_of(0, address, **three))
+        others = [threads.submit(follow, config_of(1, address, **three)) for _ in range(2)]
+        for each in (first, *others):
+            assert "a host came with --node-rank 1" in str(each.exception(30))
+
+
+def joined(address: str) -> Channel:
+    """A host that has met the first one, as it sees it."""
+    while True:
+        try:
+            channel = Channel(socket.create_connection(address_of(address, ""), 1), 10)
+            break
+        except ConnectionRefusedError:
+            pass
+    channel.send({"kind": "join", "rank": 1, "identity": identity.program_of(config_of(1, address))})
+    return channel
+
+
+def next_of(channel: Channel, kind: str) -> dict[str, Any]:
+    while (message := channel.receive()[0])["kind"] != kind:
+        assert message["kind"] == "beat"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("weights", "weights of the model"), ("spec", "models"), ("device", "kinds of devices")]
+)
+def test_another_model_or_device_is_refused_on_both_sides(name: str, words: str):
+    address, model = free_address(), {"device": "cpu", "spec": "a", "weights": "b", "settings": "c"}
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(Leader, config_of(0, address))
+        channel = joined(address)
+        first = made.result(30)
+        channel.send({"kind": "loaded", "identity": model | {name: "other"}, "num_kv_pages": 9})
+        heard = threads.submit(next_of, channel, "failed")
+        heard.add_done_callback(lambda _: channel.close())
+        reason = f"host 1 .there.: the two sides have different {words}"
+        with pytest.raises(ConfigError, match=reason), first.saying_why():
+            first.agree(model, 12)
+        assert words in heard.result(30)["reason"]
+
+
+def test_every_host_has_room_for_the_pages_that_all_take():
+    address, model = free_address(), {"spec": "a"}
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(Leader, config_of(0, address))
+        channel = joined(address)
+        first = made.result(30)
+        channel.send({"kind": "loaded", "identity": model, "num_kv_pages": 9})
+        assert first.agree(model, 12) == 9
+        first.set_sizes(9, {"sizes": "nine"})
+        assert next_of(channel, "sizes") == {"kind": "sizes", "num_kv_pages": 9, "sizes": {"sizes": "nine"}}
+        lost = threading.Event()
+        first.watch(lambda reason: lost.set())
+        channel.close()
+        assert lost.wait(10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_does_not_come_is_not_waited_for_forever(rank: int):
+    config = config_of(rank, free_address(), dist_timeout_s=0.3)
+    message = "--node-rank 1 did not come to .* within 0.3 s" if rank == 0 else "nobody can be reached at .* within 0.3"
+    with pytest.raises(ConfigError, match=message):
+        (follow if rank else start)(config)
+
+
+def test_a_stranger_keeps_nobody_from_meeting():
+    address = free_address()
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(Leader, config_of(0, address))
+        while True:
+            try:
+                with socket.create_connection(address_of(address, ""), 1) as stranger:
+                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                break
+            except ConnectionRefusedError:
+                pass
+        channel = joined(address)
+        made.result(30)
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"dist_init_addr": None}, "dist_init_addr"),
+        ({"dist_init_addr": "nowhere"}, "dist_init_addr"),
+        ({"node_rank": 2}, "node_rank"),
+        ({"node_rank": 1}, "node_rank"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
+        ({"data_parallel_size": 2}, "data_parallel_size"),
+        ({"kv_transfer": True}, "kv_transfer"),
+        ({"nnodes": 0}, "nnodes"),
+        ({"dist_timeout_s": -1}, "dist_timeout_s"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], param: str):
+    with pytest.raises(ConfigError) as error:
+        start(EngineConfig(**({"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:1"} | changes)))
+    assert error.value.param == param
+
+
+def test_more_devices_than_a_host_has_are_refused_with_the_host(monkeypatch: pytest.MonkeyPatch):
+    devices = [types.SimpleNamespace(process_index=rank, device_kind="H200") for rank in (0, 0, 1)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert devices_of(config_of(0, "a:1")) == (devices[0], devices[2]), "the first of each"
+    with pytest.raises(ConfigError, match=r"4 on 2 hosts needs 2 devices of each, host 1 has 1 .H200.") as error:
+        devices_of(config_of(0, "a:1", tensor_parallel_size=4))
+    assert error.value.param == "tensor_parallel_size"
+
+
+def test_an_engine_of_one_host_says_how_one_over_several_is_started():
+    with pytest.raises(ConfigError, match=r"jaxcb.hosts.start starts one over 2"):
+        Engine.start(config_of(0, "a:1"))
