@@ -45,7 +45,7 @@ def save_safetensors(
 
     def arrays() -> Iterator[np.ndarray]:
         for parameter in families.parameters(spec):
-            array = np.asarray(families.lookup(params, parameter.path))
+            array = np.asarray(families.lookup(params, parameter.path)).reshape(-1, *parameter.sources[0].shape[1:])
             start = 0
             for source in parameter.sources:
                 end = start + source.shape[0]
