@@ -18,7 +18,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
-
 from pallas_kernels.checks import require_array, require_backend
 from pallas_kernels.metadata import Backend, default_backend
 from pallas_kernels.pages import PLAIN_DTYPES

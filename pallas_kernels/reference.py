@@ -107,9 +107,9 @@ def grouped_product(
 ) -> Float[np.ndarray, "R O"]:
     """:func:`pallas_kernels.grouped_product` in float64, row after row; 0 where nobody's rows are."""
     out = np.zeros((len(x), kernels.shape[1]))
-    for group, (begin, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
-        for row in range(begin, end):
-            out[row] = kernels[group].astype(np.float64) @ x[row].astype(np.float64)
+    for group, kernel in enumerate(kernels):
+        for row in range(starts[group], starts[group + 1]):
+            out[row] = kernel.astype(np.float64) @ x[row].astype(np.float64)
     return out
 
 

@@ -41,7 +41,8 @@ def start_pairs(
     if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
         gpu_memory.start_jax(config.gpu_memory_utilization)
     groups = _groups(num_prefill, num_decode, config.tensor_parallel_size)
-    model = load(config, progress=progress, placement=placement_of(groups[0], config.tensor_parallel_size))
+    placement = placement_of(groups[0], config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel)
+    model = load(config, progress=progress, placement=placement)
     names = [*(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
     engines: list[Engine] = []
     try:

@@ -28,12 +28,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from jaxcb.models.experts import choose, expert_product, scores
+from jaxcb.models.experts import by_token, choose, expert_product, expert_scores, mixed, tokens_of
 from jaxcb.models.parallel import ALONE, TensorParallel
 from jaxcb.models.product import product
 from jaxcb.models.rope import rope_tables, rotate
 from jaxcb.models.spec import ModelSpec
 from jaxcb.models.tiles import InTiles, directly
+from pallas_kernels import group_rows
 from pallas_kernels.platform import platform
 
 Params = dict[str, Any]
@@ -80,14 +81,14 @@ class Linear(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Scores of the experts; float32 whatever the weights are, since a small difference may choose others."""
+    """Scores of the experts; float32 whatever the other weights are."""
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
         self.kernel = nnx.Param(init(rngs.params(), (spec.num_experts, spec.hidden_size), jnp.float32))
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
-        return scores(x, self.kernel[...])
+        return expert_scores(x, self.kernel[...])
 
 
 class Experts(nnx.Module):
@@ -97,8 +98,10 @@ class Experts(nnx.Module):
         init = nnx.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
         self.kernel = nnx.Param(init(rngs.params(), (num_experts, num_out, num_in), jnp.float32).astype(dtype))
 
-    def __call__(self, x: Float[Array, "R I"], starts: Int[Array, "X_plus_1"]) -> Float[Array, "R O"]:
-        return expert_product(x, self.kernel[...], starts)
+    def __call__(
+        self, x: Float[Array, "N I"], starts: Int[Array, "X_plus_1"], rows: Int[Array, "R"] | None = None
+    ) -> Float[Array, "R O"]:
+        return expert_product(x, self.kernel[...], starts, rows)
 
 
 class Layer(nnx.Module):
@@ -205,9 +208,11 @@ def _mix(
     if parts.router is None:
         gate, up = jnp.split(parts.gate_up(normed), 2, -1)
         return x + parallel.sum(parts.down(jax.nn.silu(gate) * up))
-    choice = choose(spec, parts.router(normed), parallel)
-    gate, up = jnp.split(parts.gate_up(choice.rows_of(normed), choice.groups.starts), 2, -1)
-    return x + parallel.sum(choice.mixed(parts.down(jax.nn.silu(gate) * up, choice.groups.starts)).astype(x.dtype))
+    choice = choose(spec, parts.router(normed))
+    groups = group_rows(*parallel.own_experts(choice.experts, spec.num_experts))
+    gate, up = jnp.split(parts.gate_up(normed, groups.starts, tokens_of(groups, choice)), 2, -1)
+    rows = by_token(parts.down(jax.nn.silu(gate) * up, groups.starts), groups, choice)
+    return x + parallel.sum(mixed(rows, choice.weights).astype(x.dtype))
 
 
 class Embedding(nnx.Module):

@@ -94,7 +94,7 @@ def _layer(spec: ModelSpec, layer: int, names: Container[str]) -> Iterator[Param
     yield from linear("down", {"mlp.down_proj": hidden}, ffn, spec.mlp_bias)
 
 
-_EXPERT_NAMES = {
+EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe.", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp.", "gate_proj", "up_proj", "down_proj"),
 }
@@ -103,7 +103,7 @@ _EXPERT_NAMES = {
 
 def _experts(spec: ModelSpec, path: Path, prefix: str, names: Container[str]) -> Iterator[Parameter]:
     count, hidden, ffn = spec.num_experts, spec.hidden_size, spec.intermediate_size
-    block, gate, up, down = _EXPERT_NAMES[spec.family]
+    block, gate, up, down = EXPERT_NAMES[spec.family]
     together = f"{prefix}mlp.experts."
     in_one = f"{together}down_proj" in names
     router = f"{prefix}{'mlp.' if in_one else block}gate.weight"

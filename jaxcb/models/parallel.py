@@ -135,9 +135,7 @@ def partitions(params: Params) -> Any:
     return jax.tree.map_with_path(partition, params)
 
 
-def part_of(
-    path: Path, array: Any, spec: ModelSpec, size: int, index: int, *, expert_parallel: bool = False
-) -> Any:
+def part_of(path: Path, array: Any, spec: ModelSpec, size: int, index: int, *, expert_parallel: bool = False) -> Any:
     """What device ``index`` has of a parameter (a numpy or jax array) that is cut; None if every device has all."""
     if not _is_cut(path):
         return None

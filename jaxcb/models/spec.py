@@ -131,6 +131,11 @@ class ModelSpec:
         return self.num_layers * self.num_experts * self._mlp_params
 
     @property
+    def expert_share(self) -> float:
+        """The part of the experts that a token takes; 1 without."""
+        return self.num_experts_per_token / self.num_experts if self.num_experts else 1.0
+
+    @property
     def _mlp_params(self) -> int:
         return 3 * self.hidden_size * self.intermediate_size
 
@@ -254,16 +259,14 @@ def _windows(config: Mapping[str, Any], family: str, num_layers: int) -> tuple[i
     """
     window = config.get("sliding_window", None if family == "mixtral" else 4096)
     every = family in ("mistral", "mixtral", "qwen3_moe")
-    used = family in ("mistral", "mixtral") or (
-        family != "llama" and bool(config.get("use_sliding_window", False))
-    )
+    used = family in ("mistral", "mixtral") or (family != "llama" and bool(config.get("use_sliding_window", False)))
     if window is None or not used:
         return (None,) * num_layers
     if not isinstance(window, int) or window < 1:
         raise ModelError(f"config.json: sliding_window must be a positive integer, got {window!r}")
     if every:
         return (window,) * num_layers
-    if (types := config.get("layer_types")):
+    if types := config.get("layer_types"):
         unknown = set(types) - {"full_attention", "sliding_attention"}
         if unknown:
             raise ModelError(f"config.json: layer_types holds {sorted(unknown)}, which is not supported")

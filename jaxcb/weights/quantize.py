@@ -16,7 +16,8 @@ def quantize(params: Params) -> Params:
     """The same model with the kernels of its layers and of its head as int8.
 
     A linear part {"kernel": [O, I], ...} becomes {"kernel": int8 [O, I], "scale": float32 [O], ...}, where
-    kernel * scale is the weight, and experts' [X, O, I] so {int8 [X, O, I], float32 [X, O]}. Routers stay as they are. A tied model gets a head of its own; the embedding that tokens are looked up in stays.
+    kernel * scale is the weight; experts [X, O, I] become int8 [X, O, I] with float32 [X, O], and routers stay as they
+    are. A tied model gets a head of its own; the embedding that tokens are looked up in stays.
     What is int8 already stays as it is.
     """
     layers = {

@@ -29,7 +29,7 @@ token of an 8-expert choice of 1,536 features already 384 programs."""
 MANY = Tile(rows=64, columns=128, block=64, num_warps=4, num_stages=3)
 """One wgmma; two programs share a core of an H200."""
 FLOAT32 = Tile(rows=16, columns=32, block=32, num_warps=4, num_stages=2)
-"""Three TF32 products for each (:class:`pallas_kernels.triton.attend.Geometry`), whose operands are split in registers."""
+"""Each product is three of TF32 (:class:`pallas_kernels.triton.attend.Geometry`), with operands split in registers."""
 
 
 class Work(NamedTuple):
@@ -118,5 +118,7 @@ def _kernel(
         # Rows of other groups aren't stored; past the last one, since the interpreter writes masked ones back.
         mine = jnp.where(real, place, out_ref.shape[0] + jnp.arange(tile.rows))
         plgpu.store(
-            out_ref.at[mine[:, None], column[None, :]], total.astype(out_ref.dtype), mask=real[:, None] & in_row[None, :]
+            out_ref.at[mine[:, None], column[None, :]],
+            total.astype(out_ref.dtype),
+            mask=real[:, None] & in_row[None, :],
         )

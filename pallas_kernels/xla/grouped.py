@@ -43,6 +43,4 @@ def _product(x: Float[Array, "16 I"], kernel: Float[Array, "O I"]) -> Float[Arra
     """XLA's CPU backend is faster with a float32 kernel as the left operand, with a 16-bit one as the right."""
     if kernel.dtype != jnp.float32:
         return lax.dot_general(x, kernel, _CONTRACT_LAST, preferred_element_type=jnp.float32)
-    return lax.optimization_barrier(
-        lax.dot_general(kernel, x, _CONTRACT_LAST, preferred_element_type=jnp.float32)
-    ).T
+    return lax.optimization_barrier(lax.dot_general(kernel, x, _CONTRACT_LAST, preferred_element_type=jnp.float32)).T

@@ -78,7 +78,9 @@ def test_pairs_are_put_in_the_order_of_their_experts():
 def test_every_row_of_a_group_is_in_one_block_of_it(sizes):
     starts = starts_of(sizes)
     group, first = (np.asarray(part) for part in work_of(jnp.asarray(starts), 90, 16))
-    done = [(g, row) for g, f in zip(group, first, strict=True) if g < 5 for row in range(f, min(f + 16, starts[g + 1]))]
+    done = [
+        (g, row) for g, f in zip(group, first, strict=True) if g < 5 for row in range(f, min(f + 16, starts[g + 1]))
+    ]
     assert done == [(g, row) for g in range(5) for row in range(starts[g], starts[g + 1])]
 
 
