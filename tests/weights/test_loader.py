@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ModelError
 from jaxcb.models.decoder import param_shapes
 from jaxcb.weights import default_dtype, load, load_params, resolve
+from jaxcb.weights.held import held_params
 
 from ..conftest import GOLDEN
 from ..text.small_tokenizers import byte_level_backend, write_dir
@@ -104,6 +106,23 @@ def test_experts_may_lie_in_one_tensor_of_a_layer(name, tmp_path):
     shutil.copytree(GOLDEN / "tiny" / name, tmp_path / "model")
     save_file(weights, tmp_path / "model" / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "model"), wanted)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_callers_experts_are_found_by_their_names(together):
+    """One by one, as in files, and those of a layer in one array."""
+    folder = GOLDEN / "tiny" / "mixtral"
+    spec, wanted, flat = resolve(str(folder)).read_spec(), loaded(folder), load_file(folder / "model.safetensors")
+    if together:
+        flat = {name.replace("block_sparse_moe", "mlp"): x for name, x in flat.items() if ".experts." not in name}
+        for index, layer in wanted["layers"].items():
+            for part in ("gate_up", "down"):
+                flat[f"model.layers.{index}.mlp.experts.{part}_proj"] = layer[part]["kernel"]
+    held = held_params(spec, unflatten_dict({tuple(name.split(".")): jnp.asarray(x, F32) for name, x in flat.items()}))
+    jax.tree.map(np.testing.assert_array_equal, held, wanted)
+    with pytest.raises(ModelError, match=r"the params have no model\.layers\.1\.(mlp|block_sparse_moe)\.experts"):
+        without = {name: x for name, x in flat.items() if "layers.1." not in name or "experts" not in name}
+        held_params(spec, unflatten_dict({tuple(name.split(".")): jnp.asarray(x, F32) for name, x in without.items()}))
 
 
 def test_routers_stay_float32():
