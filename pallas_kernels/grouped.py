@@ -56,8 +56,8 @@ def grouped_product(
 ) -> Float[Array, "R O"]:
     """``x[rows[r]] @ kernels[g].T`` for the rows r of each group g, accumulated in float32.
 
-    Weights are read of the groups that have rows. It has no gradient. A row's bits don't depend on the other rows, on a CPU nor on how many
-    there are.
+    Weights are read of the groups that have rows. A row's bits don't depend on the other rows, on a CPU nor on how many
+    there are. It has no gradient.
 
     Arguments:
         x: is taken in the kernels' dtype.

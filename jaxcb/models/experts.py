@@ -45,7 +45,8 @@ def _likeliest(probabilities: Float32[Array, "T X"], count: int) -> tuple[Float3
     """``lax.top_k``, which on a GPU would be a call of a library that can't be part of a CUDA graph: there every expert
     is compared with every other of the token."""
     if platform() == "cpu":
-        return lax.top_k(probabilities, count)
+        weights, experts = lax.top_k(probabilities, count)
+        return weights, experts
     number = jnp.arange(probabilities.shape[1], dtype=jnp.int32)
     own, other = probabilities[:, :, None], probabilities[:, None, :]
     before = (other > own) | ((other == own) & (number[None, None, :] < number[None, :, None]))

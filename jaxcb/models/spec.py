@@ -102,6 +102,8 @@ class ModelSpec:
                 f"config.json: num_experts_per_tok must be from 1 to the number of experts ({self.num_experts}), got "
                 f"{self.num_experts_per_token}"
             )
+        if self.num_experts and self.family not in _WITH_EXPERTS:
+            raise ModelError(f"experts are of the families {', '.join(_WITH_EXPERTS)}, not of {self.family}")
         if self.num_experts and self.mlp_bias:
             raise ModelError("config.json: mlp_bias is not supported where there are experts")
         if self.head_dim % 2:

@@ -135,7 +135,7 @@ def test_bfloat16_weights_and_pages(params, tokenizer):
 
 def test_a_mixture_of_experts_has_the_same_bits_too(tokenizer, backend):
     """Whatever rows its experts have beside a request's own, in chunks of 40 and whole."""
-    spec = dataclasses.replace(SPEC, intermediate_size=48, num_experts=6, num_experts_per_token=2)
+    spec = dataclasses.replace(SPEC, family="mixtral", intermediate_size=48, num_experts=6, num_experts_per_token=2)
     params, found = sensitive_params(spec, seed=5), []
     for limits in (ALONE, TIGHT | {"max_num_seqs": 8}):
         sizes = {"max_model_len": 384, "num_kv_pages": 400, "decode_buckets": (), "mixed_buckets": ()}

@@ -173,7 +173,7 @@ def test_tokens_of_a_mixture_of_experts_are_those_of_the_request_alone(prompts, 
 
     from jaxcb.config import EngineConfig
 
-    spec = replace(SPEC, intermediate_size=48, num_experts=6, num_experts_per_token=2)
+    spec = replace(SPEC, family="mixtral", intermediate_size=48, num_experts=6, num_experts_per_token=2)
     weights, some, answers = sensitive_params(spec, seed=5), prompts[:12], []
     tight = {"max_num_seqs": 8, "max_num_batched_tokens": 17, "num_kv_pages": 48, "admission_watermark": 0.0}
     for together, limits in ((False, {"max_num_seqs": 1, "max_num_batched_tokens": 640}), (True, tight)):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -33,7 +34,7 @@ def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
 
 
 MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def test_experts_are_read_under_the_names_of_their_family():
@@ -48,9 +49,9 @@ def test_experts_are_read_under_the_names_of_their_family():
 
 
 def test_what_a_mixtral_leaves_out_has_defaults_of_its_own():
-    found = spec(**(MIXTRAL | {"num_attention_heads": 16}))
+    found = spec(**(MIXTRAL | {"num_attention_heads": 16, "num_key_value_heads": ...}))
     assert (found.num_kv_heads, found.rms_norm_eps, found.rope.theta, found.windows) == (8, 1e-5, 1e6, (None, None))
-    assert spec(**MIXTRAL, num_key_value_heads=4, sliding_window=8).windows == (8, 8)
+    assert spec(**MIXTRAL, sliding_window=8).windows == (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,11 @@ def test_number_of_parameters_is_that_of_the_checkpoint():
     found = ModelSpec.from_hf_config(config)
     layer = 64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96
     assert found.num_params == 2 * layer + 256 * 64
+
+
+def test_experts_are_refused_where_their_names_are_not_known():
+    with pytest.raises(ModelError, match="experts are of the families mixtral, qwen3_moe, not of llama"):
+        dataclasses.replace(spec(), num_experts=4, num_experts_per_token=2)
 
 
 def test_a_token_meets_the_experts_that_it_takes():

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.native
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
-MIXTURE = dataclasses.replace(SPEC, intermediate_size=48, num_experts=6, num_experts_per_token=2)
+MIXTURE = dataclasses.replace(SPEC, family="mixtral", intermediate_size=48, num_experts=6, num_experts_per_token=2)
 
 
 @pytest.mark.parametrize(("spec", "quantization"), [(SPEC, None), (SPEC, "int8"), (MIXTURE, "int8")])

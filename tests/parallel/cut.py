@@ -41,7 +41,7 @@ CUT = dataclasses.replace(
     windows=(None, 20),
 )
 MIXTURE = dataclasses.replace(
-    SPEC, num_heads=8, intermediate_size=48, vocab_size=265, num_experts=8, num_experts_per_token=3
+    SPEC, family="mixtral", num_heads=8, intermediate_size=48, vocab_size=265, num_experts=8, num_experts_per_token=3
 )
 LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,

@@ -83,7 +83,8 @@ def test_experts_are_cut_or_shared_out_and_answer_as_on_one_device():
     ],
 )
 def test_experts_that_do_not_divide_are_refused_with_their_number(changes, expert_parallel, message):
-    spec = dataclasses.replace(SPEC, num_heads=8, **(changes | {"num_experts_per_token": 2} if changes else {}))
+    mixture = {"family": "mixtral", "num_experts_per_token": 2}
+    spec = dataclasses.replace(SPEC, num_heads=8, **(mixture | changes if changes else {}))
     with pytest.raises(ConfigError, match=message):
         check_divides(spec, 4, expert_parallel=expert_parallel)
 

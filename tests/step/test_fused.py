@@ -80,7 +80,7 @@ def test_the_cases_can_tell_a_switch_that_is_not_honoured(params, plain):
 
 def test_experts_of_the_fused_layers_are_those_of_the_plain_ones():
     spec = dataclasses.replace(
-        EVERYTHING, mlp_bias=False, num_experts=5, num_experts_per_token=2, norm_expert_weights=False
+        EVERYTHING, family="mixtral", mlp_bias=False, num_experts=5, num_experts_per_token=2, norm_expert_weights=False
     )
     params = init_params(spec, jnp.float32, seed=2)
     plain, fused = (teacher_forced(spec, params, IDS, chunk=16, backend=backend) for backend in ("xla", "triton"))

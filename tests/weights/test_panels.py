@@ -90,7 +90,9 @@ def test_every_weight_is_found_again(tied, quantized):
 
 @pytest.mark.parametrize("quantized", [True, False])
 def test_every_weight_of_experts_is_found_again(quantized):
-    params = init_params(dataclasses.replace(SPEC, num_experts=3, num_experts_per_token=2), jnp.bfloat16)
+    params = init_params(
+        dataclasses.replace(SPEC, family="mixtral", num_experts=3, num_experts_per_token=2), jnp.bfloat16
+    )
     params = quantize(params) if quantized else params
     there = in_panels(params)["layers"]
     for index, layer in params["layers"].items():
