@@ -133,6 +133,7 @@ def test_bfloat16_weights_and_pages(params, tokenizer):
         assert tight.stats().preemptions > 0 and tight.stats().prompt_tokens_cached > 0
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_has_the_same_bits_too(tokenizer, backend):
     """Whatever rows its experts have beside a request's own, in chunks of 40 and whole."""
     spec = dataclasses.replace(SPEC, family="mixtral", intermediate_size=48, num_experts=6, num_experts_per_token=2)
