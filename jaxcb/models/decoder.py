@@ -115,8 +115,8 @@ class Layer(nnx.Module):
         self.post_norm = RMSNorm(E, spec.rms_norm_eps)
         self.router = Router(spec, rngs) if spec.num_experts else None
         if spec.num_experts:
-            self.gate_up: Linear | Experts = Experts(spec.num_experts, E, 2 * F, dtype, rngs)
-            self.down: Linear | Experts = Experts(spec.num_experts, F, E, dtype, rngs)
+            self.gate_up: Callable[..., Array] = Experts(spec.num_experts, E, 2 * F, dtype, rngs)
+            self.down: Callable[..., Array] = Experts(spec.num_experts, F, E, dtype, rngs)
         else:
             self.gate_up = Linear(E, 2 * F, dtype, rngs, bias=spec.mlp_bias)
             self.down = Linear(F, E, dtype, rngs, bias=spec.mlp_bias)

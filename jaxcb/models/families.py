@@ -109,8 +109,9 @@ def _experts(spec: ModelSpec, path: Path, prefix: str, names: Container[str]) ->
     router = f"{prefix}{'mlp.' if in_one else block}gate.weight"
     yield Parameter((*path, "router", "kernel"), "scale", (Source(router, (count, hidden)),))
     if in_one:
-        for name, shape in (("gate_up", (count, 2 * ffn, hidden)), ("down", (count, hidden, ffn))):
-            yield Parameter((*path, name, "kernel"), "weight", (Source(f"{together}{name}_proj", shape),))
+        for name, outputs, inputs in (("gate_up", 2 * ffn, hidden), ("down", hidden, ffn)):
+            source = Source(f"{together}{name}_proj", (count, outputs, inputs))
+            yield Parameter((*path, name, "kernel"), "weight", (source,))
         return
     for name, parts, shape in (("gate_up", (gate, up), (ffn, hidden)), ("down", (down,), (hidden, ffn))):
         sources = tuple(

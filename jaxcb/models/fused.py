@@ -13,7 +13,6 @@ On a CPU the kernels run in Pallas's interpreter, which is for tests.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -166,9 +165,10 @@ class _Layer(NamedTuple):
         choice = choose(self.spec, expert_scores(x, layer["router"]["kernel"]))
         experts, num_experts = self.parallel.own_experts(choice.experts, self.spec.num_experts)
         groups = group_rows(jnp.where((self.places.pages > 0)[:, None], experts, num_experts), num_experts)
-        product = functools.partial(grouped_product, starts=groups.starts, **_kernels())
-        gate_up = product(x, layer["gate_up"]["kernel"], rows=tokens_of(groups, choice))
-        rows = product(silu_mul(gate_up, **_kernels()), layer["down"]["kernel"])
+        tokens = tokens_of(groups, choice)
+        gate_up = grouped_product(x, layer["gate_up"]["kernel"], groups.starts, tokens, **_kernels())
+        inner = silu_mul(gate_up, **_kernels())
+        rows = grouped_product(inner, layer["down"]["kernel"], groups.starts, **_kernels())
         return mixed(by_token(rows, groups, choice), choice.weights).astype(x.dtype)
 
     def _head_norm(self, layer: Mapping[str, Any]) -> HeadNorm | None:

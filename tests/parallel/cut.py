@@ -97,9 +97,9 @@ def found_of(engine: Engine, other: Engine) -> dict[str, Any]:
         return [output.token_ids for output in complete(engine, PROMPTS, SAMPLING)] == tokens
 
     complete(engine, [PROMPTS[2]], SAMPLING[4])
-    handed_over = other.import_prefix(engine.export_prefix(PROMPTS[2], ""), "")
+    handed_over = other.handovers.import_prefix(engine.handovers.export_prefix(PROMPTS[2], ""), "")
     engine.reset_prefix_cache()
-    handed_back = engine.import_prefix(other.export_prefix(PROMPTS[2]))
+    handed_back = engine.handovers.import_prefix(other.handovers.export_prefix(PROMPTS[2]))
     found = {
         "sums": sums_of(engine),
         "tokens": tokens,
