@@ -45,7 +45,7 @@ def save_weights(spec: ModelSpec, params: Params, folder: Path) -> None:
     for number, parameter in enumerate(parameters(spec)):
         array, file = lookup(params, parameter.path), f"model-{number:05}.safetensors"
         ends = np.cumsum([source.shape[0] for source in parameter.sources])[:-1].tolist()
-        parts = np.split(np.asarray(array), ends)
+        parts = np.split(np.asarray(array).reshape(-1, *parameter.sources[0].shape[1:]), ends)
         tensors = {source.name: part for source, part in zip(parameter.sources, parts, strict=True)}
         save_file(tensors, folder / file, metadata={"format": "pt"})  # type: ignore[arg-type]  # numpy arrays will do
         names |= dict.fromkeys(tensors, file)

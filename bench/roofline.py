@@ -60,7 +60,8 @@ class Work(NamedTuple):
         head = params.get("lm_head", {"kernel": params["embed"]["embedding"]})
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params["layers"], head)))
         head_flops = 2 * spec.vocab_size * spec.hidden_size
-        layer_flops = 2 * (spec.num_params - spec.vocab_size * spec.hidden_size * (1 + (not spec.tie_word_embeddings)))
+        looked_up = spec.vocab_size * spec.hidden_size * (1 + (not spec.tie_word_embeddings))
+        layer_flops = 2 * (spec.num_active_params - looked_up)
         pairs = sum(row.num_tokens * row.start + row.num_tokens * (row.num_tokens + 1) // 2 for row in plan.rows)
         positions = sum(row.context_len for row in plan.rows)
         return cls(

@@ -59,6 +59,8 @@ class EngineConfig(SchedulingKnobs):
         tensor_parallel_size: devices that the model is cut over: each has some heads, some features of the MLP and a
             part of the vocabulary. What is said of memory below is of each. Not for the native CPU kernels: a CPU that
             counts as several devices runs XLA's.
+        enable_expert_parallel: of a model with experts that is cut over several devices, each has some of the experts,
+            whole, instead of some features of every expert.
         data_parallel_size: engines behind one queue, each with the whole model on ``tensor_parallel_size`` devices of
             its own; every limit and every amount of memory here is of each, but ``max_waiting``, which is of all.
             (:func:`jaxcb.cluster.start` starts them.)
@@ -117,6 +119,7 @@ class EngineConfig(SchedulingKnobs):
     decode_buckets: tuple[int, ...] | None = None
     mixed_buckets: tuple[int, ...] | None = None
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     data_parallel_size: int = 1
     nnodes: int = 1
     node_rank: int = 0
@@ -203,10 +206,22 @@ class EngineConfig(SchedulingKnobs):
                 f"kv_cache_dtype int8 is for one device, not for tensor_parallel_size {size}", param="kv_cache_dtype"
             )
         self._check_hosts()
+        if self.enable_expert_parallel and size == 1:
+            raise ConfigError(
+                "enable_expert_parallel puts experts on several devices: set tensor_parallel_size to their number",
+                param="enable_expert_parallel",
+            )
         _choice("page_size", self.page_size, PAGE_SIZES)
         for name, low, high in (("gpu_memory_utilization", 0.01, 1.0), ("host_kv_gib", 0.0, 2.0**20)):
             self._set(name, validation.number(name, getattr(self, name), low=low, high=high, error=ConfigError))
-        for name in ("enable_prefix_caching", "run_ahead", "kv_transfer", "deterministic", "fast_norm"):
+        for name in (
+            "enable_expert_parallel",
+            "enable_prefix_caching",
+            "run_ahead",
+            "kv_transfer",
+            "deterministic",
+            "fast_norm",
+        ):
             validation.boolean(name, getattr(self, name), error=ConfigError)
         self._set("seed", validation.integer("seed", self.seed, low=-(2**63), high=2**63 - 1, error=ConfigError))
         if self.kv_cache_dtype not in ("auto", "int8", self.dtype):

@@ -29,11 +29,15 @@ PAGES = PartitionSpec(None, None, None, None, AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Devices of one engine. All its arrays lie on these, so that engines on other devices can run beside it."""
+    """Devices of one engine. All its arrays lie on these, so that engines on other devices can run beside it.
+
+    ``expert_parallel``: of a model with experts, each device has some, whole, in the place of a part of each.
+    """
 
     devices: tuple[jax.Device, ...]
     witness: Callable[[tuple[Any, ...], Any], None] | None = None
     """Shown the path and the whole of every parameter that is cut over the devices."""
+    expert_parallel: bool = False
 
     @property
     def size(self) -> int:
@@ -73,7 +77,7 @@ class Placement:
         return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
 
-def placement_of(devices: Sequence[jax.Device] | None, count: int) -> Placement:
+def placement_of(devices: Sequence[jax.Device] | None, count: int, *, expert_parallel: bool = False) -> Placement:
     """``devices``, or the first ``count`` that there are.
 
     Raises:
@@ -82,8 +86,9 @@ def placement_of(devices: Sequence[jax.Device] | None, count: int) -> Placement:
     if devices is not None:
         if len(devices) != count or len(set(devices)) != count:
             raise ConfigError(f"devices must name {count}, each once, got {list(devices)}", param="devices")
-        return Placement(tuple(devices))
-    return Placement(tuple(_first(count, f"tensor_parallel_size {count}", "tensor_parallel_size")))
+        return Placement(tuple(devices), expert_parallel=expert_parallel)
+    there = _first(count, f"tensor_parallel_size {count}", "tensor_parallel_size")
+    return Placement(tuple(there), expert_parallel=expert_parallel)
 
 
 def groups_of(data_parallel_size: int, tensor_parallel_size: int) -> list[tuple[jax.Device, ...]]:

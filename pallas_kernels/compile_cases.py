@@ -30,6 +30,7 @@ from pallas_kernels import (
     add_rms_norm,
     attention_metadata,
     copy_pages,
+    grouped_product,
     least_kept_weight,
     ragged_paged_attention,
     rms_norm,
@@ -67,9 +68,17 @@ def attention_cases(target: str) -> dict[str, tuple[Callable[..., Any], tuple[An
     cases["fused"] = (_fused, (Shape((512, 16, 8, 128), jnp.bfloat16), Shape((64, 6144), jnp.bfloat16)))
     rows, of_a_row = Shape((256, 128_256), jnp.float32), (_int32(256), Shape((256,), jnp.float32))
     cases["top-k and top-p"] = (functools.partial(least_kept_weight, backend="triton"), (rows, *of_a_row))
+    for num_tokens, dtype in ((1, "bfloat16"), (2048, "bfloat16"), (32, "float32")):
+        cases[f"experts of {num_tokens} {dtype}"] = _experts(num_tokens, dtype)
     for head_dim in (64, 128, 256):
         cases[f"raw queries d{head_dim}"] = _raw_decodes(target, head_dim)
     return cases
+
+
+def _experts(num_tokens: int, dtype: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The first product of Qwen3-30B-A3B's experts, of which a token takes 8."""
+    x, kernels = Shape((num_tokens, 2048), jnp.dtype(dtype)), Shape((128, 1536, 2048), jnp.dtype(dtype))
+    return functools.partial(grouped_product, backend="triton"), (x, kernels, _int32(129), _int32(8 * num_tokens))
 
 
 def _raw_decodes(target: str, head_dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -44,7 +44,8 @@ def _start_all(config: EngineConfig, progress: bool) -> list[Engine]:
         gpu_memory.start_jax(config.gpu_memory_utilization, host_gib)
     groups = groups_of(config.data_parallel_size, config.tensor_parallel_size)
     configs = [of_engine(config, index) for index in range(len(groups))]
-    model = load(configs[0], progress=progress, placement=placement_of(groups[0], config.tensor_parallel_size))
+    placement = placement_of(groups[0], config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel)
+    model = load(configs[0], progress=progress, placement=placement)
 
     def make(own: EngineConfig, devices: Sequence[jax.Device]) -> Engine:
         return Engine(

@@ -42,7 +42,8 @@ def start_pairs(
         host_gib = config.host_kv_gib * (num_prefill + num_decode)
         gpu_memory.start_jax(config.gpu_memory_utilization, host_gib)
     groups = _groups(num_prefill, num_decode, config.tensor_parallel_size)
-    model = load(config, progress=progress, placement=placement_of(groups[0], config.tensor_parallel_size))
+    placement = placement_of(groups[0], config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel)
+    model = load(config, progress=progress, placement=placement)
     names = [*(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
     engines: list[Engine] = []
     try:

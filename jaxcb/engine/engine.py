@@ -92,9 +92,11 @@ class Engine(ServingEngine):
             _check_one_host(config)
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.placement = placement_of(devices, config.tensor_parallel_size)
+        self.placement = placement_of(
+            devices, config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel
+        )
         """The devices that it computes on."""
-        check_divides(spec, self.placement.size)
+        check_divides(spec, self.placement.size, expert_parallel=config.enable_expert_parallel)
         self.asked_for = config
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype, self.placement)
         params = prepared(placed(params, spec, self.placement), spec, config)
@@ -155,7 +157,7 @@ class Engine(ServingEngine):
         _check_one_host(config)
         if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
             gpu_memory.start_jax(config.gpu_memory_utilization, config.host_kv_gib)
-        placement = placement_of(devices, config.tensor_parallel_size)
+        placement = placement_of(devices, config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel)
         model = load(config, progress=progress, placement=placement)
         engine = cls(
             model.name,

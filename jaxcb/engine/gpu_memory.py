@@ -145,7 +145,10 @@ def forward_bytes(spec: ModelSpec, num_tokens: int, num_seqs: int, itemsize: int
     """Most temporary bytes of a forward: all that the kernels of two layers write, the library's workspace, and partial
     results of attention."""
     E, F, H = spec.hidden_size, spec.intermediate_size, spec.q_size
-    activations = 4 * E + (H + 2 * spec.kv_size) + 2 * H + 3 * F  # norms, streams; qkv; q, attention; gate, up, product
+    mlp = 3 * F  # gate, up, product
+    if k := spec.num_experts_per_token:
+        mlp = k * (3 * F + 2 * E) + 4 * spec.num_experts  # the same and down of each, also as they are mixed; scores
+    activations = 4 * E + (H + 2 * spec.kv_size) + 2 * H + mlp  # norms, streams; qkv; q, attention
     partials = 4 * decode_entries(num_seqs, spec.num_kv_heads) * spec.num_heads * (spec.head_dim + 1)
     return 2 * itemsize * num_tokens * activations + partials + LIBRARY_BYTES
 

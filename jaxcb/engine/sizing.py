@@ -60,7 +60,7 @@ def resolve_config(
     on_cpu = platform() == "cpu"
     max_model_len = wanted_model_len(config, spec.max_position)
     seqs, budget = batch_limits(config, max_model_len, on_cpu=on_cpu)
-    part = spec_of_part(spec, config.tensor_parallel_size)
+    part = spec_of_part(spec, config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel)
     page_bytes = kv_bytes_per_token(config, part, jnp.dtype(dtype).itemsize) * config.page_size
     most = seqs * -(-max_model_len // config.page_size)
     memory = None
@@ -194,6 +194,8 @@ def _backend(config: EngineConfig, spec: ModelSpec, dtype: DTypeLike) -> Backend
     if config.fast_norm and (not on_gpu_kernels or config.deterministic):
         other = "deterministic" if on_gpu_kernels else f"backend {backend}"
         raise ConfigError(f"fast_norm is for the kernels of backend triton, not for {other}", param="fast_norm")
+    if config.fast_norm and spec.num_experts:
+        raise ConfigError("fast_norm is for models without experts, whose routers need the norm", param="fast_norm")
     if backend == "mosaic":
         _require_mosaic(config, spec, dtype)
     if backend == "triton" and platform() == "cpu" and dtype != jnp.float32:

@@ -54,7 +54,7 @@ class StepLog:
         self._write(
             {
                 "weight_bytes": spec.num_params * itemsize,
-                "flops_per_token": 2 * spec.num_params,
+                "flops_per_token": 2 * spec.num_active_params,
                 "kv_bytes_per_token": kv_bytes_per_token,
                 "attention_flops_per_pair": 4 * spec.num_layers * spec.q_size,
                 "decode_sizes": [bucket.num_tokens for bucket in shapes if bucket.decode_only],

@@ -41,7 +41,7 @@ def prepare(config: EngineConfig, *, progress: bool) -> Prepared:
     """
     gpu_memory.start_jax(config.gpu_memory_utilization, config.host_kv_gib)
     weights = Weights()
-    placement = Placement(devices_of(config), weights)
+    placement = Placement(devices_of(config), weights, expert_parallel=config.enable_expert_parallel)
     model = load(config, progress=progress, placement=placement)
     resolved = resolve_config(config, model.spec, model.params["embed"]["embedding"].dtype, placement)
     assert resolved.num_kv_pages is not None

@@ -1,4 +1,5 @@
-"""The decoder: pre-norm attention and gated MLP with rotary positions, as in Llama, Mistral, Qwen2 and Qwen3.
+"""The decoder: pre-norm attention and gated MLP with rotary positions, as in Llama, Mistral, Qwen2 and Qwen3; or
+experts in the MLP's place, as in Mixtral and Qwen3-MoE.
 
 Parameters are flax nnx modules, which say what exists, in which shape and how it is initialised. At load they are
 split once into a plain nested dict of arrays, one entry a layer, which is what every jitted step takes: no nnx object
@@ -9,6 +10,9 @@ the native CPU kernels take the same dict with its kernels in panels (jaxcb/weig
      "layers": {0: {"input_norm": {"scale": [E]}, "qkv": {"kernel": [(H + 2K) D, E], "bias": [(H + 2K) D]},
                     "q_norm": {"scale": [D]}, "k_norm": {"scale": [D]}, "o": {"kernel": [E, H D]},
                     "post_norm": {"scale": [E]}, "gate_up": {"kernel": [2F, E]}, "down": {"kernel": [E, F]}}, 1: ...}}
+
+Where a layer has X experts, these are {"router": {"kernel": float32 [X, E]}, "gate_up": {"kernel": [X, 2F, E]},
+"down": {"kernel": [X, E, F]}}.
 """
 
 from __future__ import annotations
@@ -24,11 +28,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from jaxcb.models.experts import by_token, choose, expert_product, expert_scores, mixed, tokens_of
 from jaxcb.models.parallel import ALONE, TensorParallel
 from jaxcb.models.product import product
 from jaxcb.models.rope import rope_tables, rotate
 from jaxcb.models.spec import ModelSpec
 from jaxcb.models.tiles import InTiles, directly
+from pallas_kernels import group_rows
 from pallas_kernels.platform import platform
 
 Params = dict[str, Any]
@@ -74,6 +80,30 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
+class Router(nnx.Module):
+    """Scores of the experts; float32 whatever the other weights are."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+        self.kernel = nnx.Param(init(rngs.params(), (spec.num_experts, spec.hidden_size), jnp.float32))
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
+        return expert_scores(x, self.kernel[...])
+
+
+class Experts(nnx.Module):
+    """One linear layer of every expert."""
+
+    def __init__(self, num_experts: int, num_in: int, num_out: int, dtype: DTypeLike, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
+        self.kernel = nnx.Param(init(rngs.params(), (num_experts, num_out, num_in), jnp.float32).astype(dtype))
+
+    def __call__(
+        self, x: Float[Array, "N I"], starts: Int[Array, "X_plus_1"], rows: Int[Array, "R"] | None = None
+    ) -> Float[Array, "R O"]:
+        return expert_product(x, self.kernel[...], starts, rows)
+
+
 class Layer(nnx.Module):
     def __init__(self, spec: ModelSpec, dtype: DTypeLike, rngs: nnx.Rngs):
         E, F = spec.hidden_size, spec.intermediate_size
@@ -83,12 +113,17 @@ class Layer(nnx.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.o = Linear(spec.q_size, E, dtype, rngs, bias=spec.o_bias)
         self.post_norm = RMSNorm(E, spec.rms_norm_eps)
-        self.gate_up = Linear(E, 2 * F, dtype, rngs, bias=spec.mlp_bias)
-        self.down = Linear(F, E, dtype, rngs, bias=spec.mlp_bias)
+        self.router = Router(spec, rngs) if spec.num_experts else None
+        if spec.num_experts:
+            self.gate_up: Callable[..., Array] = Experts(spec.num_experts, E, 2 * F, dtype, rngs)
+            self.down: Callable[..., Array] = Experts(spec.num_experts, F, E, dtype, rngs)
+        else:
+            self.gate_up = Linear(E, 2 * F, dtype, rngs, bias=spec.mlp_bias)
+            self.down = Linear(F, E, dtype, rngs, bias=spec.mlp_bias)
 
 
-def _call(linear: Linear, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-    return linear(x)  # a plain function: jax would print a whole module to name a branch
+def _call(linear: Callable[..., Array], *arguments: Array) -> Array:
+    return linear(*arguments)  # a plain function: jax would print a whole module to name a branch
 
 
 def _scale(norm: RMSNorm) -> Float[Array, "N"]:
@@ -110,12 +145,13 @@ class RolledLayer:
         self.k_norm = self._norm("k_norm") if layers[0].k_norm is not None else None
         self.o = self._linear("o")
         self.post_norm = self._norm("post_norm")
+        self.router = self._linear("router") if layers[0].router is not None else None
         self.gate_up = self._linear("gate_up")
         self.down = self._linear("down")
 
-    def _linear(self, name: str) -> Callable[[Array], Array]:
+    def _linear(self, name: str) -> Callable[..., Array]:
         branches = [functools.partial(_call, getattr(layer, name)) for layer in self._layers]
-        return lambda x: lax.switch(self._index, branches, x)
+        return lambda *arguments: lax.switch(self._index, branches, *arguments)
 
     def _norm(self, name: str) -> Callable[[Array], Array]:
         norms: list[RMSNorm] = [getattr(layer, name) for layer in self._layers]
@@ -138,7 +174,7 @@ def apply_layer(
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     q, k, v = in_tiles(functools.partial(_queries_keys_values, spec, parts), x, cos, sin)
     kv, out = attend(index, kv, q, k, v)
-    return in_tiles(functools.partial(_mix, parts, parallel), x, out.reshape(x.shape[0], spec.q_size)), kv
+    return in_tiles(functools.partial(_mix, spec, parts, parallel), x, out.reshape(x.shape[0], spec.q_size)), kv
 
 
 def _queries_keys_values(
@@ -160,12 +196,23 @@ def _queries_keys_values(
 
 
 def _mix(
-    parts: Layer | RolledLayer, parallel: TensorParallel, x: Float[Array, "T E"], attended: Float[Array, "T HD"]
+    spec: ModelSpec,
+    parts: Layer | RolledLayer,
+    parallel: TensorParallel,
+    x: Float[Array, "T E"],
+    attended: Float[Array, "T HD"],
 ) -> Float[Array, "T E"]:
     """What comes after attention: its projection, and the MLP."""
     x = x + parallel.sum(parts.o(attended))
-    gate, up = jnp.split(parts.gate_up(parts.post_norm(x)), 2, -1)
-    return x + parallel.sum(parts.down(jax.nn.silu(gate) * up))
+    normed = parts.post_norm(x)
+    if parts.router is None:
+        gate, up = jnp.split(parts.gate_up(normed), 2, -1)
+        return x + parallel.sum(parts.down(jax.nn.silu(gate) * up))
+    choice = choose(spec, parts.router(normed))
+    groups = group_rows(*parallel.own_experts(choice.experts, spec.num_experts))
+    gate, up = jnp.split(parts.gate_up(normed, groups.starts, tokens_of(groups, choice)), 2, -1)
+    rows = by_token(parts.down(jax.nn.silu(gate) * up, groups.starts), groups, choice)
+    return x + parallel.sum(mixed(rows, choice.weights).astype(x.dtype))
 
 
 class Embedding(nnx.Module):

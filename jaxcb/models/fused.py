@@ -20,11 +20,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcb.models.decoder import Params
+from jaxcb.models.experts import by_token, choose, expert_scores, mixed, tokens_of
 from jaxcb.models.parallel import ALONE, TensorParallel
 from jaxcb.models.product import rounded_product
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec
-from pallas_kernels import HeadNorm, LateNorm, RawQueries, add_rms_norm, rms_norm, rope_and_write_kv, silu_mul
+from pallas_kernels import (
+    HeadNorm,
+    LateNorm,
+    RawQueries,
+    add_rms_norm,
+    group_rows,
+    grouped_product,
+    rms_norm,
+    rope_and_write_kv,
+    silu_mul,
+)
 from pallas_kernels.platform import platform
 
 Pages = Shaped[Array, "F page_size K D"]
@@ -118,6 +129,9 @@ class _Layer(NamedTuple):
         q = RawQueries(heads, spec.num_heads, cos, sin, head_norm, late_norm) if rotated is None else rotated
         attended = self.attend(index, kv, q, arrivals).reshape(x.shape[0], spec.q_size)
         x, y = self._added(x, _linear(layer["o"], attended))
+        if spec.num_experts:
+            x, normed = self._normed(layer["post_norm"]["scale"], x, y)
+            return *self._added(x, self._experts(layer, normed)), kv
         x, gate_up, late_norm = self._normed_product(layer, "post_norm", "gate_up", x, y)
         return *self._added(x, _linear(layer["down"], silu_mul(gate_up, late_norm=late_norm, **_kernels()))), kv
 
@@ -134,11 +148,28 @@ class _Layer(NamedTuple):
         part, eps = layer[linear], self.spec.rms_norm_eps
         if self.fast_norm:
             return x, rounded_product(x, part["kernel"]), LateNorm(x, eps, part.get("bias"))
-        scale = layer[norm]["scale"]
-        if y is None:
-            return x, _linear(part, rms_norm(x, scale, eps=eps, **_kernels())), None
-        x, normed = add_rms_norm(x, y, scale, eps=eps, **_kernels())
+        x, normed = self._normed(layer[norm]["scale"], x, y)
         return x, _linear(part, normed), None
+
+    def _normed(
+        self, scale: Float[Array, "E"], x: Float[Array, "T E"], y: Float[Array, "T E"] | None
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+        """The stream, and its norm."""
+        eps = self.spec.rms_norm_eps
+        if y is None:
+            return x, rms_norm(x, scale, eps=eps, **_kernels())
+        return add_rms_norm(x, y, scale, eps=eps, **_kernels())
+
+    def _experts(self, layer: Mapping[str, Any], x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """Those that each token takes; padding takes none."""
+        choice = choose(self.spec, expert_scores(x, layer["router"]["kernel"]))
+        experts, num_experts = self.parallel.own_experts(choice.experts, self.spec.num_experts)
+        groups = group_rows(jnp.where((self.places.pages > 0)[:, None], experts, num_experts), num_experts)
+        tokens = tokens_of(groups, choice)
+        gate_up = grouped_product(x, layer["gate_up"]["kernel"], groups.starts, tokens, **_kernels())
+        inner = silu_mul(gate_up, **_kernels())
+        rows = grouped_product(inner, layer["down"]["kernel"], groups.starts, **_kernels())
+        return mixed(by_token(rows, groups, choice), choice.weights).astype(x.dtype)
 
     def _head_norm(self, layer: Mapping[str, Any]) -> HeadNorm | None:
         if not self.spec.qk_norm:

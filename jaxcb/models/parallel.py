@@ -10,10 +10,13 @@ A parameter that is cut has an axis of N before its own, and a device has one ro
     o       [N, E, H D / N]           its inputs are the device's own heads
     gate_up [N, 2 F / N, E]           its gate, then its up
     down    [N, E, F / N]
+    experts [N, X, 2 F / N, E], [N, X, E, F / N]        of every expert as of an MLP; or, with ``expert_parallel``,
+            [N, X / N, 2 F, E], [N, X / N, E, F]        some experts, whole
     embedding, lm_head [N, V / N, E]  rows of 0 fill it up where N doesn't divide V
     biases  as their kernels' outputs; those of o and down, which are added once, lie on the first device, 0 elsewhere
 
-Norms are whole everywhere.
+Norms and routers are whole everywhere: every device knows the experts of every token, computes what it has of them, and
+the sum after ``down`` joins the experts too.
 """
 
 from __future__ import annotations
@@ -41,12 +44,13 @@ class TensorParallel:
     """What the decoder asks of the other devices. Alone it changes nothing.
 
     ``in_order``: sums are taken from the first device to the last, so that a row has the same bits in any company. (An
-    all-reduce may begin elsewhere for each part of an array.)
+    all-reduce may begin elsewhere for each part of an array.) ``expert_parallel``: each has some of the experts.
     """
 
     size: int = 1
     vocab_size: int = 0
     in_order: bool = False
+    expert_parallel: bool = False
 
     def sum(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """Over all devices."""
@@ -69,6 +73,13 @@ class TensorParallel:
         """Those of the whole vocabulary."""
         return part if self.size == 1 else lax.all_gather(part, AXIS, axis=1, tiled=True)[:, : self.vocab_size]
 
+    def own_experts(self, experts: Int[Array, "T k"], num_experts: int) -> tuple[Int[Array, "T k"], int]:
+        """Their numbers on this device, and how many it has; those of other devices are out of range."""
+        if not self.expert_parallel:
+            return experts, num_experts
+        count = num_experts // self.size
+        return experts - lax.axis_index(AXIS) * count, count
+
     def own(self, params: Params) -> Params:
         """A device's parameters as the decoder has them, out of what it has of the cut ones."""
         if self.size == 1:
@@ -79,9 +90,17 @@ class TensorParallel:
 ALONE = TensorParallel()
 
 
-def check_divides(spec: ModelSpec, size: int) -> None:
+def check_divides(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -> None:
     """Raise ConfigError if a model can't be cut into so many parts; the message names the numbers."""
-    for name, count in (("heads", spec.num_heads), ("features of the MLP", spec.intermediate_size)):
+    if expert_parallel and not spec.num_experts:
+        raise ConfigError(
+            f"enable_expert_parallel is for models with experts, which this {spec.family} model has none of",
+            param="enable_expert_parallel",
+        )
+    of_mlp = ("features of the MLP", spec.intermediate_size)
+    if spec.num_experts:
+        of_mlp = ("experts", spec.num_experts) if expert_parallel else ("features of an expert", spec.intermediate_size)
+    for name, count in (("heads", spec.num_heads), of_mlp):
         if count % size:
             raise ConfigError(
                 f"tensor_parallel_size must divide the model's {count} {name}, got {size}", param="tensor_parallel_size"
@@ -94,15 +113,16 @@ def check_divides(spec: ModelSpec, size: int) -> None:
         )
 
 
-def spec_of_part(spec: ModelSpec, size: int) -> ModelSpec:
-    """The model that one of ``size`` devices computes; its vocabulary, from which ids are drawn, is whole."""
+def spec_of_part(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -> ModelSpec:
+    """The model that one of ``size`` devices computes; its vocabulary, from which ids are drawn, is whole, and so are
+    its experts, which a token takes some of."""
     if size == 1:
         return spec
     return dataclasses.replace(
         spec,
         num_heads=spec.num_heads // size,
         num_kv_heads=max(1, spec.num_kv_heads // size),
-        intermediate_size=spec.intermediate_size // size,
+        intermediate_size=spec.intermediate_size if expert_parallel else spec.intermediate_size // size,
     )
 
 
@@ -115,30 +135,34 @@ def partitions(params: Params) -> Any:
     return jax.tree.map_with_path(partition, params)
 
 
-def part_of(path: Path, array: Any, spec: ModelSpec, size: int, index: int) -> Any:
+def part_of(path: Path, array: Any, spec: ModelSpec, size: int, index: int, *, expert_parallel: bool = False) -> Any:
     """What device ``index`` has of a parameter (a numpy or jax array) that is cut; None if every device has all."""
     if not _is_cut(path):
         return None
     own, linear = spec_of_part(spec, size), path[-2]
+    if expert_parallel and linear in ("gate_up", "down"):
+        count = spec.num_experts // size
+        return array[index * count : (index + 1) * count]
     if linear == "qkv":
         kv_start = index * spec.num_kv_heads // size * spec.head_dim
         starts = (index * own.q_size, spec.q_size + kv_start, spec.q_size + spec.kv_size + kv_start)
         return _rows(array, zip(starts, (own.q_size, own.kv_size, own.kv_size), strict=True))
     if linear == "gate_up":
         F, f = spec.intermediate_size, own.intermediate_size
-        return _rows(array, ((index * f, f), (F + index * f, f)))
+        return _rows(array, ((index * f, f), (F + index * f, f)), axis=-2 if spec.num_experts else 0)
     if linear in ("o", "down"):
         if path[-1] == "bias":
             return array if index == 0 else 0 * array
-        count = array.shape[1] // size
-        return array[:, index * count : (index + 1) * count]
+        count = array.shape[-1] // size
+        return array[..., index * count : (index + 1) * count]
     count = -(-spec.vocab_size // size)
     rows = array[index * count : (index + 1) * count]
     return _module(array).pad(rows, ((0, count - rows.shape[0]), (0, 0)))
 
 
-def _rows(array: Any, pieces: Any) -> Any:
-    return _module(array).concatenate([array[start : start + count] for start, count in pieces])
+def _rows(array: Any, pieces: Any, axis: int = 0) -> Any:
+    before = (slice(None),) * (axis % array.ndim)
+    return _module(array).concatenate([array[*before, start : start + count] for start, count in pieces], axis)
 
 
 def _module(array: Any) -> Any:
@@ -146,7 +170,7 @@ def _module(array: Any) -> Any:
 
 
 def _is_cut(path: Path) -> bool:
-    return path[-1] in ("kernel", "bias", "embedding")
+    return path[-1] in ("kernel", "bias", "embedding") and "router" not in path
 
 
 def _keys(path: Any) -> Path:

@@ -8,8 +8,13 @@ from typing import Any, Literal
 
 from jaxcb.errors import ModelError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that the decoder covers."""
+_WITH_EXPERTS = ("mixtral", "qwen3_moe")
+_THETA = {"mixtral": 1_000_000.0}
+_EPS = {"mixtral": 1e-5}
+_KV_HEADS = {"mixtral": 8, "qwen3_moe": 4}
+"""What transformers takes where a config of the family leaves it out, and others differ."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,10 @@ class ModelSpec:
 
     ``windows`` has one entry a layer: None for full attention, else the number of positions a query may look back
     on, itself included.
+
+    With ``num_experts`` every layer has so many MLPs of ``intermediate_size`` features in the place of one, of which a
+    token takes the ``num_experts_per_token`` that its router scores highest, weighed by their probabilities;
+    ``norm_expert_weights``: divided by their sum.
     """
 
     family: str
@@ -54,6 +63,9 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    norm_expert_weights: bool = True
     tie_word_embeddings: bool = False
     windows: tuple[int | None, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -83,6 +95,17 @@ class ModelSpec:
             )
         if len(self.windows) != self.num_layers:
             raise ModelError(f"config.json: layer_types names {len(self.windows)} layers, not {self.num_layers}")
+        if not 0 <= self.num_experts_per_token <= self.num_experts or bool(self.num_experts) != bool(
+            self.num_experts_per_token
+        ):
+            raise ModelError(
+                f"config.json: num_experts_per_tok must be from 1 to the number of experts ({self.num_experts}), got "
+                f"{self.num_experts_per_token}"
+            )
+        if self.num_experts and self.family not in _WITH_EXPERTS:
+            raise ModelError(f"experts are of the families {', '.join(_WITH_EXPERTS)}, not of {self.family}")
+        if self.num_experts and self.mlp_bias:
+            raise ModelError("config.json: mlp_bias is not supported where there are experts")
         if self.head_dim % 2:
             raise ModelError(f"config.json: head_dim must be even, got {self.head_dim}")
 
@@ -97,7 +120,29 @@ class ModelSpec:
     @property
     def num_params(self) -> int:
         """Weights of the model, biases and norms left out."""
-        layer = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.intermediate_size)
+        return self._num_params(max(1, self.num_experts))
+
+    @property
+    def num_active_params(self) -> int:
+        """Those of them that a token meets: all, but for the experts that it doesn't take."""
+        return self._num_params(max(1, self.num_experts_per_token))
+
+    @property
+    def num_expert_params(self) -> int:
+        """Those of them that are the experts'; 0 without."""
+        return self.num_layers * self.num_experts * self._mlp_params
+
+    @property
+    def expert_share(self) -> float:
+        """The part of the experts that a token takes; 1 without."""
+        return self.num_experts_per_token / self.num_experts if self.num_experts else 1.0
+
+    @property
+    def _mlp_params(self) -> int:
+        return 3 * self.hidden_size * self.intermediate_size
+
+    def _num_params(self, num_mlps: int) -> int:
+        layer = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + self.num_experts) + num_mlps * self._mlp_params
         heads = 1 if self.tie_word_embeddings else 2
         return self.num_layers * layer + heads * self.vocab_size * self.hidden_size
 
@@ -127,22 +172,26 @@ class ModelSpec:
         num_heads = _get(config, "num_attention_heads", int)
         hidden_size = _get(config, "hidden_size", int)
         eos = (generation_config or {}).get("eos_token_id")
+        attention_bias = bool(config.get("attention_bias", False))
+        experts = _experts(config, num_layers) if family in _WITH_EXPERTS else {}
+        size = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
         return cls(
             family=family,
             vocab_size=_get(config, "vocab_size", int),
             hidden_size=hidden_size,
-            intermediate_size=_get(config, "intermediate_size", int),
+            intermediate_size=_get(config, size, int),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=_optional(config, "num_key_value_heads", num_heads),
+            num_kv_heads=_optional(config, "num_key_value_heads", _KV_HEADS.get(family, num_heads)),
             head_dim=_optional(config, "head_dim", 128 if family == "qwen3" else hidden_size // max(num_heads, 1)),
             max_position=_get(config, "max_position_embeddings", int),
-            rope=_rope(config),
-            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            qkv_bias=family == "qwen2" or (bool(config.get("attention_bias", False)) and family != "mistral"),
-            o_bias=bool(config.get("attention_bias", False)) and family in ("llama", "qwen3"),
+            rope=_rope(config, _THETA.get(family, 10_000.0)),
+            rms_norm_eps=_number(config, "rms_norm_eps", _EPS.get(family, 1e-6)),
+            qkv_bias=family == "qwen2" or (attention_bias and family not in ("mistral", "mixtral")),
+            o_bias=attention_bias and family in ("llama", "qwen3", "qwen3_moe"),
             mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            **experts,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             windows=_windows(config, family, num_layers),
             eos_token_ids=_id_tuple(config.get("eos_token_id"), "config.json")
@@ -180,34 +229,62 @@ def _id_tuple(value: object, file: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _windows(config: Mapping[str, Any], family: str, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral windows every layer; Qwen only if ``use_sliding_window``, and only the layers that are named.
+def _experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Fields of the spec. Every layer has experts: none is left out by its number.
 
-    A config without ``sliding_window`` means 4096 in both (transformers' default), one with null means no window.
+    transformers writes the number of experts under Mixtral's name for both families.
     """
-    window = config.get("sliding_window", 4096)
-    used = family == "mistral" or (family != "llama" and bool(config.get("use_sliding_window", False)))
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if step != 1:
+        raise ModelError(f"config.json: decoder_sparse_step other than 1 is not supported, got {step!r}")
+    if not isinstance(dense, list) or any(layer in range(num_layers) for layer in dense):
+        raise ModelError(f"config.json: mlp_only_layers is not supported, got {dense!r}")
+    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    normed = config.get("norm_topk_prob", False) if config["model_type"] == "qwen3_moe" else True
+    if not isinstance(normed, bool):
+        raise ModelError(f"config.json: norm_topk_prob must be true or false, got {normed!r}")
+    num_experts = _get(config, name, int)
+    if num_experts < 1:
+        raise ModelError(f"config.json: {name} must be positive, got {num_experts}")
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_token": _get(config, "num_experts_per_tok", int),
+        "norm_expert_weights": normed,
+    }
+
+
+def _windows(config: Mapping[str, Any], family: str, num_layers: int) -> tuple[int | None, ...]:
+    """Mistral and Mixtral window every layer; Qwen only if ``use_sliding_window``, and of the dense ones only the
+    layers that are named.
+
+    A config without ``sliding_window`` means 4096 (transformers' default; of Mixtral none), one with null no window.
+    """
+    window = config.get("sliding_window", None if family == "mixtral" else 4096)
+    every = family in ("mistral", "mixtral", "qwen3_moe")
+    used = family in ("mistral", "mixtral") or (family != "llama" and bool(config.get("use_sliding_window", False)))
     if window is None or not used:
         return (None,) * num_layers
     if not isinstance(window, int) or window < 1:
         raise ModelError(f"config.json: sliding_window must be a positive integer, got {window!r}")
-    if family != "mistral" and (types := config.get("layer_types")):
+    if every:
+        return (window,) * num_layers
+    if types := config.get("layer_types"):
         unknown = set(types) - {"full_attention", "sliding_attention"}
         if unknown:
             raise ModelError(f"config.json: layer_types holds {sorted(unknown)}, which is not supported")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    first = config.get("max_window_layers", 28) if family.startswith("qwen") else 0
+    first = config.get("max_window_layers", 28)
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
-def _rope(config: Mapping[str, Any]) -> RopeSpec:
+def _rope(config: Mapping[str, Any], default_theta: float) -> RopeSpec:
     params: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key) or {}
         if not isinstance(value, Mapping):
             raise ModelError(f"config.json: {key} must be an object, got {value!r}")
         params |= value
-    theta = _number(params if params.get("rope_theta") else config, "rope_theta", 10_000.0)
+    theta = _number(params if params.get("rope_theta") else config, "rope_theta", default_theta)
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(

@@ -38,7 +38,16 @@ def find_model(name: str) -> ModelShape:
 
 def shape_of(name: str, spec: ModelSpec) -> ModelShape:
     """The numbers of a spec that decide how long its steps take."""
-    return ModelShape(name, spec.num_params, spec.num_layers, spec.q_size, spec.kv_size, spec.max_position)
+    return ModelShape(
+        name,
+        spec.num_params,
+        spec.num_layers,
+        spec.q_size,
+        spec.kv_size,
+        spec.max_position,
+        spec.num_expert_params,
+        spec.expert_share,
+    )
 
 
 def _read(file: Path) -> ModelSpec:

@@ -16,6 +16,18 @@ class Model(Protocol):
     def num_params(self) -> int: ...
 
     @property
+    def num_active_params(self) -> int:
+        """Weights that a token meets: those of the experts that it takes, not of all."""
+
+    @property
+    def num_expert_params(self) -> int:
+        """Weights of all experts; 0 without."""
+
+    @property
+    def expert_share(self) -> float:
+        """The part of the experts that a token takes; 1 without."""
+
+    @property
     def num_layers(self) -> int: ...
 
     @property
@@ -42,13 +54,22 @@ class ModelShape:
     kv_size: int
     """KV heads times head size."""
     max_position: int
+    num_expert_params: int = 0
+    """Weights of all experts."""
+    expert_share: float = 1.0
+    """The part of the experts that a token takes."""
+
+    @property
+    def num_active_params(self) -> int:
+        """Weights that a token meets."""
+        return self.num_params - round(self.num_expert_params * (1 - self.expert_share))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of KV cache that one position takes in all layers, at ``itemsize`` bytes an element."""
         return self.num_layers * 2 * self.kv_size * itemsize
 
 
-#        name, weights, layers, H*D, K*D, positions
+#        name, weights, layers, H*D, K*D, positions; of the experts: weights, part that a token takes
 MODELS = {
     "135m": ModelShape("SmolLM2-135M", 134_479_872, 30, 576, 192, 8192),
     "0.6b": ModelShape("Qwen3-0.6B", 595_984_384, 28, 2048, 1024, 40960),
@@ -57,5 +78,7 @@ MODELS = {
     "7b": ModelShape("Mistral-7B-v0.3", 7_247_757_312, 32, 4096, 1024, 32768),
     "8b": ModelShape("Llama-3.1-8B", 8_029_995_008, 32, 4096, 1024, 131072),
     "32b": ModelShape("Qwen3-32B", 32_761_446_400, 64, 8192, 1024, 40960),
+    "30b-a3b": ModelShape("Qwen3-30B-A3B", 30_531_911_680, 48, 4096, 512, 40960, 28_991_029_248, 8 / 128),
+    "8x7b": ModelShape("Mixtral-8x7B", 46_702_526_464, 32, 4096, 1024, 32768, 45_097_156_608, 2 / 8),
     "70b": ModelShape("Llama-3.1-70B", 70_552_387_584, 80, 8192, 1024, 131072),
 }

@@ -22,19 +22,19 @@ class StepTime(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTimeModel:
-    """t = max(weight_bytes / bandwidth, flops_per_token * tokens / flops)
+    """t = max(weight_bytes_read(tokens) / bandwidth, flops_per_token * tokens / flops)
          + kv_bytes_per_token * kv_tokens / kv_bandwidth
          + attention_flops_per_pair * pairs / attention_flops + overhead_s
 
-    The matrix products read every weight once, whatever the number of tokens, so they take the longer of reading and
-    computing. Attention reads the KV of each sequence on its own; sliding windows are not modelled. A rate may be
-    infinite: what it stands for then costs nothing.
+    The matrix products read every weight once, whatever the number of tokens (of experts those that a token takes), so
+    they take the longer of reading and computing. Attention reads the KV of each sequence on its own; sliding windows
+    are not modelled. A rate may be infinite: what it stands for then costs nothing.
     """
 
     weight_bytes: float
-    """Bytes of weights that a step reads."""
+    """Bytes of weights: what a step reads if every expert has tokens, or there are no experts."""
     flops_per_token: float
-    """FLOP of all matrix products for one token: 2 N for N weights."""
+    """FLOP of all matrix products for one token: 2 N for the N weights that it meets."""
     kv_bytes_per_token: float
     """Bytes of KV that one position holds in all layers."""
     attention_flops_per_pair: float
@@ -49,13 +49,17 @@ class StepTimeModel:
     """Achieved bytes/s of attention's reads."""
     attention_flops: float
     """Achieved FLOP/s of attention."""
+    expert_bytes: float = 0.0
+    """Of ``weight_bytes`` those of the experts."""
+    expert_share: float = 1.0
+    """The part of the experts that a token takes."""
 
     @classmethod
     def of(cls, model: Model, gpu: Gpu, *, overhead_s: float = 500e-6) -> StepTimeModel:
         """``model`` in bfloat16 on one ``gpu``. The default overhead is an assumption, not a measurement."""
         return cls(
             weight_bytes=model.num_params * BFLOAT16_BYTES,
-            flops_per_token=2 * model.num_params,
+            flops_per_token=2 * model.num_active_params,
             kv_bytes_per_token=model.kv_bytes_per_token(BFLOAT16_BYTES),
             attention_flops_per_pair=4 * model.num_layers * model.q_size,
             bandwidth=gpu.bandwidth,
@@ -63,11 +67,16 @@ class StepTimeModel:
             overhead_s=overhead_s,
             kv_bandwidth=gpu.bandwidth,
             attention_flops=gpu.flops,
+            expert_bytes=model.num_expert_params * BFLOAT16_BYTES,
+            expert_share=model.expert_share,
         )
 
     @classmethod
     def fit(cls, file: str | Path) -> StepTimeModel:
         """Calibrate on the steps of a real run: a file written by ``python -m jaxcb.serve --step-log FILE``.
+
+        A fit takes it that every step reads the same weights: of a model with experts it holds for batches like the
+        log's.
 
         Raises:
             ConfigError: the file can't be read, a line is malformed, or it holds too few steps.
@@ -78,12 +87,18 @@ class StepTimeModel:
 
     @property
     def knee_tokens(self) -> float:
-        """Tokens of a step from which the products are bound by computing, no longer by reading the weights."""
+        """Tokens of a step from which the products are bound by computing, no longer by reading the weights (by then
+        those of every expert)."""
         return self.weight_bytes / self.bandwidth * self.flops / self.flops_per_token
+
+    def weight_bytes_read(self, num_tokens: float) -> float:
+        """Bytes that a step reads: of the experts those that are taken, if tokens choose evenly and by themselves."""
+        return self.weight_bytes - self.expert_bytes * (1 - self.expert_share) ** num_tokens
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of one step."""
-        products_s = max(self.weight_bytes / self.bandwidth, self.flops_per_token * load.num_tokens / self.flops)
+        read_s = self.weight_bytes_read(load.num_tokens) / self.bandwidth
+        products_s = max(read_s, self.flops_per_token * load.num_tokens / self.flops)
         kv_s = self.kv_bytes_per_token * load.kv_tokens / self.kv_bandwidth
         attention_s = self.attention_flops_per_pair * load.num_pairs / self.attention_flops
         return products_s + kv_s + attention_s + self.overhead_s

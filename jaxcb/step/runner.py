@@ -104,8 +104,11 @@ class Runner:
     ):
         self._followers = followers
         self._placement = placement = placement_of(None, 1) if placement is None else placement
-        self._part = spec_of_part(spec, placement.size)
-        self._parallel = TensorParallel(placement.size, spec.vocab_size, in_order=deterministic)
+        experts = placement.expert_parallel
+        self._part = spec_of_part(spec, placement.size, expert_parallel=experts)
+        self._parallel = TensorParallel(
+            placement.size, spec.vocab_size, in_order=deterministic, expert_parallel=experts
+        )
         self._deterministic, self._fast_norm = deterministic, fast_norm
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
@@ -290,7 +293,7 @@ class Runner:
     def _made_from(self) -> Iterable[object]:
         """All that the programs depend on, beside the source and the machine."""
         yield from (self.spec, self.shape, list(self.buckets), self.backend)
-        yield from (self._processed_logprobs, self._deterministic, self._fast_norm)
+        yield from (self._processed_logprobs, self._deterministic, self._fast_norm, self._parallel)
         library = native.loaded()
         yield None if library is None else library.name  # its handlers stand in the programs
         yield jax.tree.map(_abstract, (self.params, self._kv, self._state))

@@ -45,7 +45,7 @@ def save_safetensors(
 
     def arrays() -> Iterator[np.ndarray]:
         for parameter in families.parameters(spec):
-            array = np.asarray(families.lookup(params, parameter.path))
+            array = np.asarray(families.lookup(params, parameter.path)).reshape(-1, *parameter.sources[0].shape[1:])
             start = 0
             for source in parameter.sources:
                 end = start + source.shape[0]
@@ -69,7 +69,7 @@ def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype, placement: Place
     placement = placement_of(None, 1) if placement is None else placement
     apart = placement.size > 1  # each is given its parts then
     sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0]) if apart else placement.whole
-    check_divides(spec, placement.size)
+    check_divides(spec, placement.size, expert_parallel=placement.expert_parallel)
     expected: dict[str, Any] = {}
     for parameter in families.parameters(spec):
         kind = jnp.float32 if parameter.kind == "scale" else dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,20 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxcb.errors import ModelError
+from jaxcb.models.families import EXPERT_NAMES
 from jaxcb.weights import gguf_tokenizer, hf_files
 from jaxcb.weights.gguf_file import GGUFFile
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+"""Model type of each. llama is a Mistral's too, which has a window, and a Mixtral's, which has experts."""
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -32,6 +43,8 @@ _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+_EXPERT_PARTS = {"ffn_gate_exps": 1, "ffn_up_exps": 2, "ffn_down_exps": 3}
+"""The experts of a layer in one tensor; where :data:`jaxcb.models.families.EXPERT_NAMES` names the part."""
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -72,8 +85,6 @@ def _config(file: GGUFFile) -> dict[str, Any]:
             raise ModelError(f"{architecture}.{key} must be an integer, got {number!r}")
         return number
 
-    if value("expert_count", 0):
-        raise ModelError(f"{architecture} with {value('expert_count')} experts is not supported")
     heads, hidden = need("attention.head_count"), need("embedding_length")
     head_dim = value("attention.key_length", hidden // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -83,9 +94,13 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     if embedding is None:
         raise ModelError("tensor token_embd.weight is missing")
     window = value("attention.sliding_window")
-    model_type = "mistral" if architecture == "llama" and window else architecture
+    num_experts, model_type = value("expert_count", 0), _ARCHITECTURES[architecture]
+    if architecture == "llama":
+        model_type = "mixtral" if num_experts else "mistral" if window else "llama"
+    if bool(num_experts) != (model_type in EXPERT_NAMES):
+        raise ModelError(f"{architecture} with {num_experts} experts is not supported")
     config = {
-        "architectures": ["MistralForCausalLM" if model_type == "mistral" else _ARCHITECTURES[architecture]],
+        "architectures": [_CLASSES[model_type]],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -107,8 +122,13 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
     }
-    if model_type == "mistral":
+    if model_type in ("mistral", "mixtral"):
         config["sliding_window"] = window
+    if model_type == "mixtral":
+        config |= {"num_local_experts": num_experts, "num_experts_per_tok": need("expert_used_count")}
+    if model_type == "qwen3_moe":
+        config |= {"num_experts": num_experts, "num_experts_per_tok": need("expert_used_count")}
+        config |= {"moe_intermediate_size": need("expert_feed_forward_length"), "norm_topk_prob": True}
     return config
 
 
@@ -161,27 +181,44 @@ def _generation_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _write_weights(file: GGUFFile, config: dict[str, Any], path: Path) -> None:
-    names = {name: _hf_name(file, name) for name in file.tensors if name != _ROPE_FACTORS}
-    codes = {name: kind if (kind := file.type_name(name)) in ("F16", "BF16") else "F32" for name in names}
-    layout = {hf_name: (codes[name], file.tensors[name].shape) for name, hf_name in names.items()}
+    family = config["model_type"]
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+    names = [name for name in file.tensors if name != _ROPE_FACTORS]
+    for name in names:
+        shape, kind = file.tensors[name].shape, file.type_name(name)
+        hf_names = _hf_names(file, name, family)
+        of_each = shape[1:] if name.split(".")[-2] in _EXPERT_PARTS else shape
+        layout |= dict.fromkeys(hf_names, (kind if kind in ("F16", "BF16") else "F32", of_each))
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    is_llama = config["model_type"] in ("llama", "mistral")
+    is_llama = family in ("llama", "mistral", "mixtral")
 
-    def array(name: str) -> np.ndarray:
-        tensor = file.read(name)
-        part = name.split(".")[-2]
-        return _unpermute(tensor, heads[part]) if is_llama and part in heads else tensor
+    def arrays() -> Iterator[np.ndarray]:
+        for name in names:
+            tensor = file.read(name)
+            part = name.split(".")[-2]
+            if is_llama and part in heads:
+                tensor = _unpermute(tensor, heads[part])
+            yield from tensor if part in _EXPERT_PARTS else [tensor]
 
-    hf_files.write_safetensors(path, layout, (array(name) for name in names))
+    hf_files.write_safetensors(path, layout, arrays())
 
 
-def _hf_name(file: GGUFFile, name: str) -> str:
+def _hf_names(file: GGUFFile, name: str, family: str) -> list[str]:
+    """Of one tensor, or of every expert that it holds."""
     if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
+        return [_TOP_NAMES[name]]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _LAYER_NAMES:
-        raise ModelError(f"{file.path}: tensor {name} is not part of a supported architecture")
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    if match is not None and match[2] in _LAYER_NAMES:
+        return [f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"]
+    if match is not None and match[3] == "weight" and family in EXPERT_NAMES:
+        names = EXPERT_NAMES[family]
+        block = f"model.layers.{match[1]}.{names[0]}"
+        if match[2] == "ffn_gate_inp":
+            return [f"{block}gate.weight"]
+        if match[2] in _EXPERT_PARTS and len(file.tensors[name].shape) == 3:
+            part = names[_EXPERT_PARTS[match[2]]]
+            return [f"{block}experts.{expert}.{part}.weight" for expert in range(file.tensors[name].shape[0])]
+    raise ModelError(f"{file.path}: tensor {name} is not part of a supported architecture")
 
 
 def _unpermute(weight: Float[np.ndarray, "rows ..."], num_heads: int) -> Float[np.ndarray, "rows ..."]:

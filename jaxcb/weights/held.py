@@ -41,7 +41,8 @@ def held_params(spec: ModelSpec, params: Any, placement: Placement | None = None
     if not isinstance(params, Mapping):
         raise ModelError(f"params must be a nested dict or an nnx model, got {type(params).__name__}")
     flat = dict(_leaves(params))
-    wanted = {tuple(map(str, parameter.path)): parameter for parameter in families.parameters(spec)}
+    names = {f"model.{_plain_name(path)}" for path in flat}
+    wanted = {tuple(map(str, parameter.path)): parameter for parameter in families.parameters(spec, names)}
     ours = 2 * len(wanted.keys() & flat.keys()) > len(wanted)
     arrays, left = (_by_path if ours else _by_name)(flat, wanted)
     if left:
@@ -75,7 +76,7 @@ def _by_name(flat: Mapping[Path, Any], wanted: Mapping[Path, families.Parameter]
     left = by_name.keys() - {_short(source.name) for parameter in wanted.values() for source in parameter.sources}
     for path, parameter in wanted.items():
         parts = [_found(by_name, source) for source in parameter.sources]
-        arrays[path] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        arrays[path] = parts[0] if len(parts) == 1 else jnp.concatenate(parts).reshape(parameter.shape)
     return arrays, list(left)
 
 

@@ -154,7 +154,7 @@ def load_params(
         restored = checkpoint.restore(files.directory, spec, dtype, placement)
         return in_panels(restored) if layout == "panels" else restored
     source = SafetensorsSource(files.directory)
-    parameters = list(families.parameters(spec))
+    parameters = list(families.parameters(spec, source.names))
     shown = tqdm(parameters, desc="loading", unit="array", delay=1, disable=not progress)
     if layout == "panels":
         params = _read_panels(shown, source, parameters, dtype, placement, tied=spec.tie_word_embeddings)
@@ -194,9 +194,9 @@ def _assemble(parameter: families.Parameter, source: SafetensorsSource, room: Ro
     if parameter.kind == "scale":
         return source.read(parameter.sources[0]).astype(np.float32)
     result = room(parameter.shape)
-    start = 0
+    rows, start = result.reshape(-1, *parameter.sources[0].shape[1:]), 0
     for tensor in parameter.sources:
         end = start + tensor.shape[0]
-        result[start:end] = source.read(tensor)
+        rows[start:end] = source.read(tensor)
         start = end
     return result

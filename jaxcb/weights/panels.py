@@ -1,7 +1,8 @@
 """Parameters in the layout that the native CPU kernels multiply in: made once, from rows or while a file is read.
 
-The layers of a part lie in one array, {"layers": {"qkv": {"kernel": [L, P, I, 16]}, ...}}: a step hands every array
-over by itself, and for six of each of thirty layers that took the host longer than all else that it does in a step.
+The layers of a part lie in one array, {"layers": {"qkv": {"kernel": [L, P, I, 16]}, ...}}, with the X experts of each,
+[L, X, P, I, 16]: a step hands every array over by itself, and for six of each of thirty layers that took the host
+longer than all else that it does in a step.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Panels:
             self._flat[place] = self._arenas[rows.dtype].take(shape) if kernel else np.zeros(shape, np.float32)
         room = self._flat[place][path[1]] if is_layer else self._flat[place]
         if kernel:
-            to_panels(rows, gated=_gated(path), out=room)
+            for one, its_room in zip(rows, room, strict=True) if rows.ndim == 3 else ((rows, room),):
+                to_panels(one, gated=_gated(path), out=its_room)
         else:
             room[:] = rows
 
@@ -107,10 +109,10 @@ class Panels:
         return path == ("embed", "embedding") if path[0] == "embed" and self._tied else path[-1] == "kernel"
 
 
-def panels_of(path: Path, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Shape of a kernel in panels, given its shape [out, in]."""
-    num_outputs, num_inputs = shape
-    return panel_shape(num_outputs, num_inputs, gated=_gated(path))
+def panels_of(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a kernel in panels, given its shape, [out, in] or that of experts, [X, out, in]."""
+    *experts, num_outputs, num_inputs = shape
+    return (*experts, *panel_shape(num_outputs, num_inputs, gated=_gated(path)))
 
 
 def _place(path: Path) -> Path:

@@ -29,7 +29,7 @@ def placer(spec: ModelSpec, placement: Placement | None) -> Place:
     if placement is None or placement.size == 1:
         sharding = None if placement is None else placement.whole
         return lambda path, array: jax.device_put(array, sharding)
-    check_divides(spec, placement.size)
+    check_divides(spec, placement.size, expert_parallel=placement.expert_parallel)
     return lambda path, array: _cut(path, array, spec, placement)
 
 
@@ -59,12 +59,13 @@ def placed(params: Params, spec: ModelSpec, placement: Placement) -> Params:
 def _cut(path: tuple[Any, ...], array: Any, spec: ModelSpec, placement: Placement) -> Array:
     if placement.witness is not None:
         placement.witness(path, array)
+    size, expert_parallel = placement.size, placement.expert_parallel
     parts = [
         jax.device_put(part[None], device)
         for index, device in placement.own
-        if (part := part_of(path, array, spec, placement.size, index)) is not None
+        if (part := part_of(path, array, spec, size, index, expert_parallel=expert_parallel)) is not None
     ]
     if not parts:
         return on_device(array, placement.whole, may_alias=None)
-    shape = (placement.size, *parts[0].shape[1:])
+    shape = (size, *parts[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, placement.sharding(CUT), parts)

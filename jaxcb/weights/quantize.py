@@ -16,7 +16,8 @@ def quantize(params: Params) -> Params:
     """The same model with the kernels of its layers and of its head as int8.
 
     A linear part {"kernel": [O, I], ...} becomes {"kernel": int8 [O, I], "scale": float32 [O], ...}, where
-    kernel * scale is the weight. A tied model gets a head of its own; the embedding that tokens are looked up in stays.
+    kernel * scale is the weight; experts [X, O, I] become int8 [X, O, I] with float32 [X, O], and routers stay as they
+    are. A tied model gets a head of its own; the embedding that tokens are looked up in stays.
     What is int8 already stays as it is.
     """
     layers = {
@@ -35,7 +36,7 @@ def _quantized(part: Params) -> Params:
 
 
 @jax.jit
-def _rounded(kernel: Float[Array, "O I"]) -> tuple[Array, Float[Array, "O"]]:
+def _rounded(kernel: Float[Array, "*X O I"]) -> tuple[Array, Float[Array, "*X O"]]:
     kernel = kernel.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(kernel), -1), jnp.finfo(jnp.float32).tiny) / 127
-    return jnp.round(kernel / scale[:, None]).astype(jnp.int8), scale
+    return jnp.round(kernel / scale[..., None]).astype(jnp.int8), scale

@@ -5,7 +5,15 @@ Nothing here is compiled or loaded by an import: :func:`load` does it, or says w
 
 from pallas_kernels.native.build import NativeError
 from pallas_kernels.native.library import Library, load, loaded
-from pallas_kernels.native.ops import WEIGHT_DTYPES, Tables, attention, place_and_attend, product, untouched
+from pallas_kernels.native.ops import (
+    WEIGHT_DTYPES,
+    Tables,
+    attention,
+    grouped_product,
+    place_and_attend,
+    product,
+    untouched,
+)
 from pallas_kernels.native.panels import panel_shape, take_rows, to_panels
 
 __all__ = [
@@ -14,6 +22,7 @@ __all__ = [
     "NativeError",
     "Tables",
     "attention",
+    "grouped_product",
     "load",
     "loaded",
     "panel_shape",

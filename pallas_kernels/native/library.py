@@ -21,7 +21,13 @@ from pallas_kernels.native.build import NativeError, build, cpu_variants, librar
 
 logger = logging.getLogger(__name__)
 
-HANDLERS = ("jaxcb_product", "jaxcb_attention", "jaxcb_place_and_attend", "jaxcb_untouched")
+HANDLERS = (
+    "jaxcb_product",
+    "jaxcb_grouped_product",
+    "jaxcb_attention",
+    "jaxcb_place_and_attend",
+    "jaxcb_untouched",
+)
 
 
 class Library(NamedTuple):

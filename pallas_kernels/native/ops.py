@@ -93,6 +93,53 @@ def product(
     )
 
 
+def grouped_product(
+    x: Float[Array, "R I"],
+    kernels: Shaped[Array, "L G P I 16"],
+    starts: Int32[Array, "G+1"],
+    *,
+    num_outputs: int,
+    layer: int | Int[Array, ""] = 0,
+    scales: Float[Array, "L G O"] | None = None,
+    norms: Float[Array, "L I"] | None = None,
+    eps: float = 0.0,
+    activation: Activation | None = None,
+) -> Float[Array, "R N"]:
+    """:func:`product` of groups of rows: of group g, rows ``starts[g]`` to ``starts[g + 1]``, with its own kernel.
+
+    A row's bits are those of a product of that row alone. Kernels of groups without rows aren't read.
+
+    Arguments:
+        x: float32.
+        kernels: of all layers and groups, each in the panels of :func:`to_panels`.
+        starts: from 0 to at most R; rows past the last one come out as 0.
+        num_outputs, layer, scales, norms, eps, activation: as for :func:`product`.
+
+    Raises:
+        ValueError: a shape or dtype can't be; the message names the argument.
+    """
+    require_array(x, "x", (None, None), dtypes=("float32",))
+    (R, I), N = x.shape, num_outputs  # noqa: E741  # the letter of the shape
+    O = N if activation is None else 2 * N  # noqa: E741  # the letter of the shape
+    require(I >= 1, "x", "of at least one feature", I)
+    shape = panel_shape(O, I, gated=activation is not None)
+    require_array(kernels, "kernels", (None, None, *shape), dtypes=WEIGHT_DTYPES)
+    L, G = kernels.shape[:2]
+    require(L >= 1 and G >= 1, "kernels", "of at least one layer and group", f"{L} and {G}")
+    require_array(starts, "starts", (G + 1,), dtypes=("int32",))
+    require((scales is not None) == (kernels.dtype == jnp.int8), "scales", "given for int8 kernels alone", scales)
+    return jax.ffi.ffi_call(target("jaxcb_grouped_product"), jax.ShapeDtypeStruct((R, N), jnp.float32))(
+        x,
+        kernels,
+        _optional(scales, "scales", L, G, O),
+        _optional(norms, "norms", L, I),
+        starts,
+        _int32(layer),
+        activation=np.int64(_ACTIVATIONS[activation]),
+        eps=np.float32(eps),
+    )
+
+
 def attention(
     q: Float[Array, "T H D"],
     kv_pages: KVPages,

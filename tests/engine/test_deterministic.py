@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -10,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcb.config import Backend
+from jaxcb.config import Backend, EngineConfig
+from jaxcb.engine import Engine
 from jaxcb.models.decoder import Params
 from jaxcb.request import RequestOutput, SamplingParams
-from tests.engine.conftest import SPEC, engines_over
+from tests.engine.conftest import SPEC, engines_over, sensitive_params
 from tests.engine.run import complete, prompts_that_share_beginnings
 
 NUM_REQUESTS = 64
@@ -129,3 +131,19 @@ def test_bfloat16_weights_and_pages(params, tokenizer):
         tight = make(**TIGHT, dtype="bfloat16", max_chunk_tokens=33)
         assert run(tight, some) == alone
         assert tight.stats().preemptions > 0 and tight.stats().prompt_tokens_cached > 0
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_has_the_same_bits_too(tokenizer, backend):
+    """Whatever rows its experts have beside a request's own, in chunks of 40 and whole."""
+    spec = dataclasses.replace(SPEC, family="mixtral", intermediate_size=48, num_experts=6, num_experts_per_token=2)
+    params, found = sensitive_params(spec, seed=5), []
+    for limits in (ALONE, TIGHT | {"max_num_seqs": 8}):
+        sizes = {"max_model_len": 384, "num_kv_pages": 400, "decode_buckets": (), "mixed_buckets": ()}
+        config = EngineConfig(**(sizes | limits), dtype="float32", backend=backend)
+        with Engine("mixture", spec, params, tokenizer, config) as engine:
+            engine.compile(progress=False)
+            engine.run()
+            groups = [list(range(12))] if config.max_num_seqs != 1 else [[i] for i in range(12)]
+            found.append({i: each for group in groups for i, each in run(engine, group).items()})
+    assert found[0] == found[1]

@@ -165,3 +165,30 @@ def test_a_window_holds_across_chunks_and_prefix_hits(tokenizer, backend):
         engine.compile(progress=False)
         engine.run()
         assert list(complete(engine, [prompt], sampling)[0].token_ids) != answers[0], "the window changes nothing"
+
+
+def test_tokens_of_a_mixture_of_experts_are_those_of_the_request_alone(prompts, tokenizer, backend):
+    """Alone and together, in chunks of 17, preempted: how many rows an expert has, and which, changes nothing."""
+    from dataclasses import replace
+
+    from jaxcb.config import EngineConfig
+
+    spec = replace(SPEC, family="mixtral", intermediate_size=48, num_experts=6, num_experts_per_token=2)
+    weights, some, answers = sensitive_params(spec, seed=5), prompts[:12], []
+    tight = {"max_num_seqs": 8, "max_num_batched_tokens": 17, "num_kv_pages": 48, "admission_watermark": 0.0}
+    for together, limits in ((False, {"max_num_seqs": 1, "max_num_batched_tokens": 640}), (True, tight)):
+        config = EngineConfig(
+            **({"max_model_len": 700, "num_kv_pages": 64} | limits),
+            decode_buckets=(),
+            mixed_buckets=(),
+            dtype="float32",
+            backend=backend,
+        )
+        with Engine("mixture", spec, weights, tokenizer, config) as engine:
+            engine.compile(progress=False)
+            engine.run()
+            parts = [some] if together else [[prompt] for prompt in some]
+            answers.append([list(out.token_ids) for part in parts for out in complete(engine, part, GREEDY)])
+            assert engine.stats().preemptions > 0 or not together
+    assert answers[0] == answers[1]
+    assert np.mean([len(set(answer)) for answer in answers[0]]) > 8

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +169,9 @@ def test_fast_norm_is_refused_where_it_is_not_honoured():
         resolve_config(EngineConfig(backend="xla", fast_norm=True), SPEC, jnp.dtype("float32"))
     with pytest.raises(ConfigError, match="not for deterministic"):
         resolve_config(EngineConfig(backend="triton", fast_norm=True, deterministic=True), SPEC, jnp.dtype("float32"))
+    experts = dataclasses.replace(SPEC, family="mixtral", num_experts=4, num_experts_per_token=2)
+    with pytest.raises(ConfigError, match="fast_norm is for models without experts"):
+        resolve_config(EngineConfig(backend="triton", fast_norm=True), experts, jnp.dtype("float32"))
     assert resolve_config(EngineConfig(backend="triton", fast_norm=True), SPEC, jnp.dtype("float32")).fast_norm
 
 

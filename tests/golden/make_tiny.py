@@ -3,12 +3,13 @@
 Run by hand, in an environment of its own (the tests need neither torch nor this script)::
 
     pip install torch==2.13.0 transformers==5.24.0 safetensors
-    python tests/golden/make_tiny.py
+    python tests/golden/make_tiny.py [NAME ...]
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,39 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {"model_type": "qwen3", "rope_theta": 1_000_000.0, "head_dim": 32, "tie_word_embeddings": True},
+    "mixtral": {
+        "model_type": "mixtral",
+        "rope_theta": 1_000_000.0,
+        "intermediate_size": 48,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "rope_theta": 1_000_000.0,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "qwen3_moe_plain": {
+        "model_type": "qwen3_moe",
+        "rope_theta": 1_000_000.0,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+    },
 }
+
+EXPERTS = {
+    "mixtral": ("mlp", "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "qwen3_moe": ("mlp", "mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+}
+"""What transformers calls an MLP in memory and in files, and in files an expert's parts."""
 
 
 def storage_dtype(model: str, tensor: str) -> torch.dtype:
@@ -86,7 +119,27 @@ def random_weight(name: str, shape: torch.Size, tied: bool, generator: torch.Gen
         return torch.rand(shape, generator=generator) + 0.5
     if "embed_tokens" in name:
         return torch.randn(shape, generator=generator) * (0.3 if tied else 1.0)
-    return torch.randn(shape, generator=generator) * (0.5 if name.endswith("bias") else shape[1] ** -0.5)
+    return torch.randn(shape, generator=generator) * (0.5 if name.endswith("bias") else shape[-1] ** -0.5)
+
+
+def as_in_files(family: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of a layer, which transformers 5 keeps in one tensor, under their names of before, one by one."""
+    if family not in EXPERTS:
+        return weights
+    block, in_files, names = EXPERTS[family]
+    found = {}
+    for key, value in weights.items():
+        prefix, _, part = key.replace(f".{block}.", f".{in_files}.").partition(".experts.")
+        if not part:
+            found[prefix] = value
+            continue
+        pieces = {"down": value}
+        if part == "gate_up_proj":
+            pieces = dict(zip(("gate", "up"), value.chunk(2, dim=1), strict=True))
+        for name, piece in pieces.items():
+            for number, expert in enumerate(piece):
+                found[f"{prefix}.experts.{number}.{names[name]}.weight"] = expert.contiguous()
+    return found
 
 
 def write(name: str, config: dict[str, Any]) -> None:
@@ -103,7 +156,7 @@ def write(name: str, config: dict[str, Any]) -> None:
         for key, value in sorted(empty.state_dict().items())
         if not (tied and key == "lm_head.weight")
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(as_in_files(config["model_type"], weights), folder / "model.safetensors", metadata={"format": "pt"})
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.randint(0, SHAPE["vocab_size"], (NUM_PROMPT_IDS,), generator=generator)
@@ -118,5 +171,5 @@ def write(name: str, config: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for model_name, model_config in MODELS.items():
-        write(model_name, model_config)
+    for model_name in sys.argv[1:] or MODELS:
+        write(model_name, MODELS[model_name])

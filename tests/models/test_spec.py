@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -32,6 +33,27 @@ def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
     assert spec(model_type="qwen3").head_dim == 128
 
 
+MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def test_experts_are_read_under_the_names_of_their_family():
+    mixtral, qwen = spec(**MIXTRAL), spec(**MOE)
+    assert (mixtral.num_experts, mixtral.num_experts_per_token, mixtral.intermediate_size) == (4, 2, 96)
+    assert (qwen.num_experts, qwen.num_experts_per_token, qwen.intermediate_size) == (8, 2, 32)
+    assert mixtral.norm_expert_weights and not qwen.norm_expert_weights, "transformers' defaults"
+    assert spec(**MOE, norm_topk_prob=True).norm_expert_weights
+    assert (qwen.qk_norm, mixtral.qk_norm, spec(**MOE, attention_bias=True).o_bias) == (True, False, True)
+    assert spec(**(MOE | {"num_experts": ..., "num_local_experts": 6})).num_experts == 6
+    assert (spec().num_experts, spec().expert_share, qwen.expert_share) == (0, 1.0, 0.25)
+
+
+def test_what_a_mixtral_leaves_out_has_defaults_of_its_own():
+    found = spec(**(MIXTRAL | {"num_attention_heads": 16, "num_key_value_heads": ...}))
+    assert (found.num_kv_heads, found.rms_norm_eps, found.rope.theta, found.windows) == (8, 1e-5, 1e6, (None, None))
+    assert spec(**MIXTRAL, sliding_window=8).windows == (8, 8)
+
+
 @pytest.mark.parametrize(
     "config, windows",
     [
@@ -43,6 +65,8 @@ def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
         ({"model_type": "qwen2", "sliding_window": 8}, (None, None)),
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, (None, None)),
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
+        (MOE | {"sliding_window": 8}, (None, None)),
+        (MOE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (8, 8)),
         (
             {
                 "model_type": "qwen3",
@@ -94,6 +118,15 @@ def test_theta_may_stand_among_the_rope_parameters():
         ({"num_hidden_layers": ...}, "num_hidden_layers must be int, got None"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be int, got '2'"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be int, got True"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step other than 1 is not supported, got 2"),
+        (MOE | {"mlp_only_layers": [1]}, r"mlp_only_layers is not supported, got \[1\]"),
+        (MOE | {"num_experts": ...}, "num_local_experts must be int, got None"),
+        (MOE | {"num_experts": 0}, "num_experts must be positive, got 0"),
+        (MOE | {"num_experts_per_tok": 9}, r"num_experts_per_tok must be from 1 to the number of experts \(8\), got 9"),
+        (MOE | {"num_experts_per_tok": 0}, "num_experts_per_tok must be from 1 to"),
+        (MOE | {"moe_intermediate_size": ...}, "moe_intermediate_size must be int, got None"),
+        (MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false, got 'yes'"),
+        ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe' is not supported"),
         ({"num_attention_heads": 0}, "num_heads must be positive, got 0"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads must be int, got '2'"),
@@ -141,3 +174,16 @@ def test_number_of_parameters_is_that_of_the_checkpoint():
     found = ModelSpec.from_hf_config(config)
     layer = 64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96
     assert found.num_params == 2 * layer + 256 * 64
+
+
+def test_experts_are_refused_where_their_names_are_not_known():
+    with pytest.raises(ModelError, match="experts are of the families mixtral, qwen3_moe, not of llama"):
+        dataclasses.replace(spec(), num_experts=4, num_experts_per_token=2)
+
+
+def test_a_token_meets_the_experts_that_it_takes():
+    found = ModelSpec.from_hf_config(json.loads((GOLDEN / "tiny" / "qwen3_moe" / "config.json").read_text()))
+    layer, expert = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 8 * 64, 3 * 64 * 32
+    assert found.num_params == 2 * (layer + 8 * expert) + 2 * 256 * 64
+    assert found.num_active_params == 2 * (layer + 3 * expert) + 2 * 256 * 64
+    assert found.num_expert_params == 2 * 8 * expert

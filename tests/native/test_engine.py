@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +20,22 @@ pytestmark = pytest.mark.native
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_bfloat16_and_int8_answers_are_those_of_the_request_alone(quantization):
-    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim == 2 else x, sensitive_params(SPEC, seed=3))
+MIXTURE = dataclasses.replace(SPEC, family="mixtral", intermediate_size=48, num_experts=6, num_experts_per_token=2)
+
+
+@pytest.mark.parametrize(("spec", "quantization"), [(SPEC, None), (SPEC, "int8"), (MIXTURE, "int8")])
+def test_bfloat16_and_int8_answers_are_those_of_the_request_alone(spec, quantization):
+    weights = jax.tree.map_with_path(
+        lambda path, x: x.astype(jnp.bfloat16) if x.ndim > 1 and "router" not in jax.tree_util.keystr(path) else x,
+        sensitive_params(spec, seed=3),
+    )
     rng = np.random.default_rng(7)
-    prompts = [rng.integers(0, SPEC.vocab_size, length).tolist() for length in (1, 16, 17, 300, 60, 130, 5, 90)]
+    prompts = [rng.integers(0, spec.vocab_size, length).tolist() for length in (1, 16, 17, 300, 60, 130, 5, 90)]
 
     def answers(**changes: object) -> list[list[int]]:
         values = {"max_model_len": 700, "num_kv_pages": 100, "decode_buckets": (), "mixed_buckets": ()} | changes
         config = EngineConfig(backend="native", quantization=quantization, **values)
-        with Engine("small", SPEC, weights, byte_level(), config) as engine:
+        with Engine("small", spec, weights, byte_level(), config) as engine:
             engine.compile(progress=False)
             engine.run()
             if engine.config.max_num_seqs == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -123,6 +124,44 @@ def test_a_row_has_the_same_bits_in_any_company(dtype, size_in, activation):
     np.testing.assert_array_equal(rows_of(x[::-1])[::-1].view(np.uint32), alone.view(np.uint32))
 
 
+@pytest.mark.parametrize("dtype", native.WEIGHT_DTYPES)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_groups_rows_are_those_of_its_own_product(dtype, activation):
+    """To the bit, whatever else is there: groups without rows, and rows of no group."""
+    rng, (num_layers, num_groups, size_in, size_out) = np.random.default_rng(6), (2, 4, 37, 24)
+    x, starts = rng.standard_normal((60, size_in), np.float32), np.array([0, 5, 5, 42, 50], np.int32)
+    weights = [
+        [inputs(10 * i + j, 1, size_in, size_out, dtype)[1] for j in range(num_groups)] for i in range(num_layers)
+    ]
+    gated = activation is not None
+    kernels = np.stack([np.stack([native.to_panels(kernel, gated=gated) for kernel in layer]) for layer in weights])
+    scales = rng.random((num_layers, num_groups, size_out), np.float32) if dtype == "int8" else None
+    norms = rng.random((num_layers, size_in), np.float32)
+    num_outputs = size_out // 2 if gated else size_out
+    grouped = jax.jit(
+        lambda layer: native.grouped_product(
+            x,
+            kernels,
+            starts,
+            num_outputs=num_outputs,
+            layer=layer,
+            scales=scales,
+            norms=norms,
+            eps=1e-5,
+            activation=activation,
+        )
+    )
+    for layer in range(num_layers):
+        got = np.asarray(grouped(layer))
+        for group, (begin, end) in enumerate(itertools.pairwise(starts)):
+            scale = None if scales is None else scales[layer, group][None]
+            alone = product(
+                x[begin:end], weights[layer][group], activation, scales=scale, norms=norms[layer][None], eps=1e-5
+            )
+            np.testing.assert_array_equal(got[begin:end], alone)
+        assert not got[starts[-1] :].any()
+
+
 def test_calls_from_several_threads_do_not_disturb_each_other():
     x, weights = inputs(4, 60, 100, 120, "bfloat16")
     norm = np.ones(100, np.float32)
@@ -185,3 +224,34 @@ def test_what_can_not_be_is_refused_while_tracing(change, message):
     arguments = {"x": np.zeros((2, 8), np.float32), "kernels": PANELS, "num_outputs": 4} | change
     with pytest.raises(ValueError, match=message):
         native.product(arguments.pop("x"), arguments.pop("kernels"), **arguments)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": np.zeros((2, 7), np.float32)}, r"kernels must be of shape \[any, any, 1, 7, 16\]"),
+        ({"kernels": PANELS}, r"kernels must be of shape \[any, any, 1, 8, 16\], got shape \[1, 1, 8, 16\]"),
+        ({"starts": np.zeros(3, np.int32)}, r"starts must be of shape \[2\], got shape \[3\]"),
+        ({"scales": np.zeros((1, 1, 4), np.float32)}, "scales must be given for int8 kernels alone"),
+        ({"norms": np.zeros((1, 7), np.float32)}, r"norms must be of shape \[1, 8\]"),
+    ],
+)
+def test_what_groups_can_not_be_is_refused_while_tracing(change, message):
+    arguments = {
+        "x": np.zeros((2, 8), np.float32),
+        "kernels": PANELS[None],
+        "starts": np.array([0, 2], np.int32),
+        "num_outputs": 4,
+    } | change
+    with pytest.raises(ValueError, match=message):
+        native.grouped_product(arguments.pop("x"), arguments.pop("kernels"), arguments.pop("starts"), **arguments)
+
+
+@pytest.mark.parametrize("starts", [[1, 2], [0, 3], [2, 1], [0, -1]])
+def test_groups_that_leave_their_rows_are_an_error_and_read_nothing(starts):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="starts must"):
+        np.asarray(
+            native.grouped_product(
+                np.zeros((2, 8), np.float32), PANELS[None], np.array(starts, np.int32), num_outputs=4
+            )
+        )

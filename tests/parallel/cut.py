@@ -40,6 +40,9 @@ CUT = dataclasses.replace(
     qk_norm=True,
     windows=(None, 20),
 )
+MIXTURE = dataclasses.replace(
+    SPEC, family="mixtral", num_heads=8, intermediate_size=48, vocab_size=265, num_experts=8, num_experts_per_token=3
+)
 LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
@@ -52,6 +55,7 @@ LIMITS: dict[str, Any] = {
     "preemption": "swap",
     "admission_watermark": 0.0,
 }
+FEW: dict[str, Any] = {"kv_transfer": False, "host_kv_gib": 0.0, "preemption": "recompute"}
 PROMPTS = [np.random.default_rng(length).integers(2, 256, length).tolist() for length in (3, 50, 200, 17, 130, 90)]
 SAMPLING = [
     SamplingParams(max_tokens=40, temperature=0, logprobs=2),
@@ -77,6 +81,12 @@ def logprobs_of(outputs: list[RequestOutput]) -> list[float]:
     return np.concatenate([part.logprobs for part in parts if part is not None]).tolist()
 
 
+def sums_of(engine: Engine) -> list[int]:
+    """All-reduces of each forward."""
+    programs = [program.as_text() or "" for program in engine._runner._forward.values()]
+    return [len(re.findall(r" all-reduce(?:-start)?\(", text)) for text in programs]
+
+
 def found_of(engine: Engine, other: Engine) -> dict[str, Any]:
     """What an engine answers, and whether it goes on to do so after all that can happen to it. ``other`` is given the
     KV of a prompt by it, and gives it back."""
@@ -90,9 +100,8 @@ def found_of(engine: Engine, other: Engine) -> dict[str, Any]:
     handed_over = other.handovers.import_prefix(engine.handovers.export_prefix(PROMPTS[2], ""), "")
     engine.reset_prefix_cache()
     handed_back = engine.handovers.import_prefix(other.handovers.export_prefix(PROMPTS[2]))
-    programs = [program.as_text() or "" for program in engine._runner._forward.values()]
     found = {
-        "sums": [len(re.findall(r" all-reduce(?:-start)?\(", text)) for text in programs],
+        "sums": sums_of(engine),
         "tokens": tokens,
         "logprobs": logprobs_of(outputs),
         "embedding": engine.embed(PROMPTS[:2], pooling="mean").tolist(),
@@ -139,6 +148,29 @@ def same_bits() -> list[bool]:
     ]
 
 
+def experts() -> list[dict[str, Any]]:
+    """What a mixture of experts answers on one device, cut over two and four, and with whole experts on them."""
+    held = HeldModel(MIXTURE, sensitive_params(MIXTURE, seed=3), byte_level())
+    found = []
+    for size, whole in ((1, False), (2, False), (2, True), (4, True)):
+        config = EngineConfig(
+            model=held, backend="xla", tensor_parallel_size=size, enable_expert_parallel=whole, **(LIMITS | FEW)
+        )
+        with Engine.start(config, progress=False) as engine:
+            sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=1)
+            outputs = complete(engine, PROMPTS[:4], sampling)
+            layer = engine._runner.params["layers"][0]
+            found.append(
+                {
+                    "sums": sums_of(engine),
+                    "tokens": [output.token_ids for output in outputs],
+                    "logprobs": [output.logprobs.logprobs.tolist() for output in outputs if output.logprobs],
+                    "shapes": [list(layer[part]["kernel"].shape) for part in ("router", "gate_up", "down")],
+                }
+            )
+    return found
+
+
 def from_files(*models: str) -> list[list[list[int]]]:
     """Greedy answers of the same model, once from each kind of file on two devices, and first on one."""
     found, limits = [], LIMITS | {"max_model_len": 100}
@@ -160,6 +192,8 @@ if __name__ == "__main__":
     match what:
         case "answers":
             print(json.dumps(answers()))
+        case "experts":
+            print(json.dumps(experts()))
         case "bits":
             print(json.dumps(same_bits()))
         case "files":

@@ -60,6 +60,41 @@ def test_weights_are_replaced_and_the_memory_of_pages_given_back_and_taken_again
         assert each["compiles"] == 0
 
 
+def test_experts_are_cut_or_shared_out_and_answer_as_on_one_device():
+    """One sum after them joins the devices' shares either way: as many as without experts."""
+    whole, cut, *shared = on_devices(4, "cut", "experts")
+    assert set(whole["sums"]) == {0}
+    for found in (cut, *shared):
+        assert set(found["sums"]) == {3}
+        assert found["tokens"] == whole["tokens"]
+        np.testing.assert_allclose(np.concatenate(found["logprobs"]), np.concatenate(whole["logprobs"]), atol=LOGPROBS)
+    assert whole["shapes"] == [[8, 48], [8, 96, 48], [8, 48, 48]]
+    assert cut["shapes"] == [[8, 48], [2, 8, 48, 48], [2, 8, 48, 24]]
+    assert [found["shapes"][1] for found in shared] == [[2, 4, 96, 48], [4, 2, 96, 48]]
+    assert len({tuple(tokens) for tokens in whole["tokens"]}) == 4, "equal answers would mean nothing"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expert_parallel", "message"),
+    [
+        ({"num_experts": 6}, True, "the model's 6 experts, got 4"),
+        ({"num_experts": 6, "intermediate_size": 90}, False, "90 features of an expert, got 4"),
+        ({}, True, "enable_expert_parallel is for models with experts, which this llama model has none of"),
+    ],
+)
+def test_experts_that_do_not_divide_are_refused_with_their_number(changes, expert_parallel, message):
+    mixture = {"family": "mixtral", "num_experts_per_token": 2}
+    spec = dataclasses.replace(SPEC, num_heads=8, **(mixture | changes if changes else {}))
+    with pytest.raises(ConfigError, match=message):
+        check_divides(spec, 4, expert_parallel=expert_parallel)
+
+
+def test_whole_experts_need_several_devices():
+    with pytest.raises(ConfigError, match="set tensor_parallel_size") as error:
+        EngineConfig(enable_expert_parallel=True)
+    assert error.value.param == "enable_expert_parallel"
+
+
 @pytest.mark.slow
 def test_deterministic_answers_have_the_same_bits_in_any_company():
     assert on_devices(4, "cut", "bits") == [True, True]

@@ -112,6 +112,10 @@ def test_a_model_is_found_by_key_by_name_and_by_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     for path in (tmp_path, tmp_path / "config.json"):
         assert dataclasses.replace(find_model(str(path)), name="Llama-3.1-8B") == MODELS["8b"]
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    small = {"vocab_size": 32000, "max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps(config | experts | small))
+    assert dataclasses.replace(find_model(str(tmp_path)), name="Mixtral-8x7B") == MODELS["8x7b"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     with pytest.raises(ModelError, match="'mamba' is not supported"):
         find_model(str(tmp_path))

@@ -47,6 +47,44 @@ def test_a_7b_model_at_the_h100s_peaks_takes_four_milliseconds_to_read():
     assert model.step_s(StepLoad(1, 0, 0)) * 1e3 == pytest.approx(4.33, abs=0.01)
 
 
+def test_a_step_reads_the_experts_that_its_tokens_take():
+    """By hand, of four experts of which a token takes two: one token reads half, two at most three quarters."""
+    model = dataclasses.replace(MODEL, weight_bytes=10e9, expert_bytes=8e9, expert_share=0.5)
+    assert [model.weight_bytes_read(tokens) for tokens in (1, 2, 100)] == pytest.approx([6e9, 8e9, 10e9])
+    wanted_s = 6e9 / MODEL.bandwidth + MODEL.overhead_s
+    assert model.step_s(StepLoad(1, 0, 0)) == pytest.approx(wanted_s)
+    assert MODEL.weight_bytes_read(1) == MODEL.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "ffn", "kv_heads", "vocabulary", "positions", "experts", "taken"),
+    [
+        ("30b-a3b", 48, 2048, 768, 4, 151936, 40960, 128, 8),
+        ("8x7b", 32, 4096, 14336, 8, 32000, 32768, 8, 2),
+    ],
+)
+def test_a_preset_with_experts_is_the_model_that_its_config_describes(
+    name, layers, hidden, ffn, kv_heads, vocabulary, positions, experts, taken
+):
+    spec = ModelSpec(
+        family="mixtral",
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        max_position=positions,
+        num_experts=experts,
+        num_experts_per_token=taken,
+    )
+    shape = MODELS[name]
+    assert StepTimeModel.of(shape, GPUS["h200"]) == StepTimeModel.of(spec, GPUS["h200"])
+    assert (shape.num_active_params, shape.max_position) == (spec.num_active_params, spec.max_position)
+    assert shape.kv_bytes_per_token(2) == spec.kv_bytes_per_token(2)
+
+
 @pytest.mark.parametrize(
     ("name", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocabulary", "positions", "tied"),
     [

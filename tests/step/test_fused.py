@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,16 @@ def test_the_cases_can_tell_a_switch_that_is_not_honoured(params, plain):
             for i, layer in params["layers"].items()
         }
         assert np.abs(teacher_forced(EVERYTHING, {**params, "layers": layers}, IDS, chunk=16) - plain).max() > 1e-2
+
+
+def test_experts_of_the_fused_layers_are_those_of_the_plain_ones():
+    spec = dataclasses.replace(
+        EVERYTHING, family="mixtral", mlp_bias=False, num_experts=5, num_experts_per_token=2, norm_expert_weights=False
+    )
+    params = init_params(spec, jnp.float32, seed=2)
+    plain, fused = (teacher_forced(spec, params, IDS[:17], chunk=16, backend=backend) for backend in ("xla", "triton"))
+    np.testing.assert_allclose(log_softmax(fused, -1), log_softmax(plain, -1), atol=1e-4)
+    assert np.ptp(plain, axis=0).max() > 0.1
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,13 @@ from safetensors.numpy import load_file
 from jaxcb.weights.gguf import _LAYER_NAMES, _TOP_NAMES
 
 TOKENS = ["<s>", "</s>", "Ġ", "t", "h", "e", "Ġt", "he", "Ġthe", *"abcdfg", "Ċ"]
+EXPERT_PARTS = dict(
+    zip(
+        ("w1", "w3", "w2", "gate_proj", "up_proj", "down_proj"),
+        2 * ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+        strict=True,
+    )
+)
 MERGES = ["Ġ t", "h e", "Ġt he"]
 
 
@@ -48,6 +56,10 @@ def write_gguf(
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if experts := config.get("num_experts", config.get("num_local_experts")):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
@@ -62,10 +74,17 @@ def write_gguf(
         writer.add_bos_token_id(0)
         writer.add_eos_token_id(1)
     edit(writer)
-    stored = {}
+    stored, experts_of = {}, {}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in load_file(source / "model.safetensors").items():
         tensor = tensor.astype(np.float32)
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.\w+\.(?:experts\.(\d+)\.(\w+)|gate)\.weight", name):
+            stored[name] = tensor
+            if match[2] is None:
+                writer.add_tensor(f"blk.{match[1]}.ffn_gate_inp.weight", tensor)
+            else:
+                experts_of.setdefault((match[1], EXPERT_PARTS[match[3]]), {})[int(match[2])] = tensor
+            continue
         part = name.split(".")[-2]
         written = permute(tensor, heads[part]) if architecture == "llama" and part in heads else tensor
         if quantize is not None and tensor.ndim == 2:
@@ -77,6 +96,9 @@ def write_gguf(
         else:
             writer.add_tensor(gguf_name(name), written)
         stored[name] = tensor
+    for (layer, part), tensors in experts_of.items():
+        stacked = np.stack([tensors[expert] for expert in range(len(tensors))])
+        writer.add_tensor(f"blk.{layer}.{part}.weight", stacked)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

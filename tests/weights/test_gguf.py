@@ -18,7 +18,14 @@ from ..conftest import GOLDEN
 from .small_ggufs import write_gguf
 
 TINY = GOLDEN / "tiny"
-CASES = {"llama": "llama", "llama_bias": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+CASES = {
+    "llama": "llama",
+    "llama_bias": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
 
 
 def converted(source: Path, tmp_path: Path, **options) -> tuple[Path, dict[str, np.ndarray]]:
@@ -54,6 +61,10 @@ def test_config_describes_the_same_model(tmp_path, name):
         "o_bias",
         "mlp_bias",
         "qk_norm",
+        "intermediate_size",
+        "num_experts",
+        "num_experts_per_token",
+        "norm_expert_weights",
         "rms_norm_eps",
     ):
         assert getattr(ours, field) == getattr(original, field), field
@@ -114,8 +125,10 @@ def test_frequency_factors_of_llama_3_are_recognised(tmp_path):
 @pytest.mark.parametrize(
     "architecture, edit, reason",
     [
-        ("phi3", lambda w: None, "architecture 'phi3' is not supported; supported: llama, qwen2, qwen3"),
-        ("llama", lambda w: w.add_expert_count(8), "8 experts"),
+        ("phi3", lambda w: None, "architecture 'phi3' is not supported; supported: llama, qwen2, qwen3, qwen3moe"),
+        ("qwen2", lambda w: w.add_expert_count(8), "qwen2 with 8 experts is not supported"),
+        ("qwen3moe", lambda w: None, "qwen3moe with 0 experts is not supported"),
+        ("llama", lambda w: w.add_expert_count(8), "llama.expert_used_count must be an integer, got None"),
         ("llama", lambda w: w.add_value_length(8), "attention.value_length must equal the head size 16, got 8"),
         ("llama", lambda w: w.add_tensor("rope_freqs.weight", np.full(8, 3.0, np.float32)), "rope_freqs.weight"),
         ("llama", lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "blk.0.attn_sinks.weight"),

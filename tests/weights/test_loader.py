@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jaxcb.config import EngineConfig
 from jaxcb.errors import ModelError
 from jaxcb.models.decoder import param_shapes
 from jaxcb.weights import default_dtype, load, load_params, resolve
+from jaxcb.weights.held import held_params
 
 from ..conftest import GOLDEN
 from ..text.small_tokenizers import byte_level_backend, write_dir
@@ -55,7 +57,16 @@ def test_every_weight_of_the_file_is_found_again_in_the_pytree(tiny_model):
         "mlp.gate_proj": ("gate_up", slice(0, ffn)),
         "mlp.up_proj": ("gate_up", slice(ffn, 2 * ffn)),
         "mlp.down_proj": ("down", slice(None)),
+        "mlp.gate": ("router", slice(None)),
+        "block_sparse_moe.gate": ("router", slice(None)),
     }
+    for expert in range(spec.num_experts):
+        names = ("block_sparse_moe", "w1", "w3", "w2")
+        if spec.family == "qwen3_moe":
+            names = ("mlp", "gate_proj", "up_proj", "down_proj")
+        gate, up, down = (f"{names[0]}.experts.{expert}.{part}" for part in names[1:])
+        parts |= {gate: ("gate_up", (expert, slice(0, ffn))), up: ("gate_up", (expert, slice(ffn, 2 * ffn)))}
+        parts[down] = ("down", expert)
     norms = {
         "input_layernorm": "input_norm",
         "post_attention_layernorm": "post_norm",
@@ -80,6 +91,43 @@ def test_every_weight_of_the_file_is_found_again_in_the_pytree(tiny_model):
                 where, rows = parts[part]
                 ours = layer[where][kind.replace("weight", "kernel")][rows]
         np.testing.assert_array_equal(ours, value, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_may_lie_in_one_tensor_of_a_layer(name, tmp_path):
+    """As transformers 5 has them in memory, under names of its own."""
+    wanted, weights = loaded(GOLDEN / "tiny" / name), load_file(GOLDEN / "tiny" / name / "model.safetensors")
+    weights = {key: value for key, value in weights.items() if ".experts." not in key}
+    weights = {key.replace("block_sparse_moe", "mlp"): value for key, value in weights.items()}
+    for index, layer in wanted["layers"].items():
+        for part in ("gate_up", "down"):
+            stored = np.asarray(layer[part]["kernel"]).astype(ml_dtypes.bfloat16)
+            weights[f"model.layers.{index}.mlp.experts.{part}_proj"] = stored
+    shutil.copytree(GOLDEN / "tiny" / name, tmp_path / "model")
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "model"), wanted)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_callers_experts_are_found_by_their_names(together):
+    """One by one, as in files, and those of a layer in one array."""
+    folder = GOLDEN / "tiny" / "mixtral"
+    spec, wanted, flat = resolve(str(folder)).read_spec(), loaded(folder), load_file(folder / "model.safetensors")
+    if together:
+        flat = {name.replace("block_sparse_moe", "mlp"): x for name, x in flat.items() if ".experts." not in name}
+        for index, layer in wanted["layers"].items():
+            for part in ("gate_up", "down"):
+                flat[f"model.layers.{index}.mlp.experts.{part}_proj"] = layer[part]["kernel"]
+    held = held_params(spec, unflatten_dict({tuple(name.split(".")): jnp.asarray(x, F32) for name, x in flat.items()}))
+    jax.tree.map(np.testing.assert_array_equal, held, wanted)
+    with pytest.raises(ModelError, match=r"the params have no model\.layers\.1\.(mlp|block_sparse_moe)\."):
+        without = {name: x for name, x in flat.items() if "layers.1." not in name or "experts" not in name}
+        held_params(spec, unflatten_dict({tuple(name.split(".")): jnp.asarray(x, F32) for name, x in without.items()}))
+
+
+def test_routers_stay_float32():
+    layer = loaded(GOLDEN / "tiny" / "mixtral", BF16)["layers"][0]
+    assert (layer["router"]["kernel"].dtype, layer["down"]["kernel"].dtype) == (F32, BF16)
 
 
 def test_norm_scales_stay_float32(model):

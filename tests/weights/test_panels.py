@@ -34,7 +34,7 @@ SPEC = ModelSpec(
 )
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])  # tied and not; biases stay as they are
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe"])  # tied and not; biases stay as they are; experts
 def test_reading_a_file_into_panels_gives_what_putting_its_weights_there_does(name):
     files = resolve(str(GOLDEN / "tiny" / name))
     spec = files.read_spec()
@@ -86,6 +86,27 @@ def test_every_weight_is_found_again(tied, quantized):
         np.testing.assert_array_equal(rows(panels["lm_head"]["kernel"], 70), head.astype(jnp.float32))
     else:
         np.testing.assert_array_equal(rows(panels["embed"]["embedding"], 70), embedding.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_every_weight_of_experts_is_found_again(quantized):
+    params = init_params(
+        dataclasses.replace(SPEC, family="mixtral", num_experts=3, num_experts_per_token=2), jnp.bfloat16
+    )
+    params = quantize(params) if quantized else params
+    there = in_panels(params)["layers"]
+    for index, layer in params["layers"].items():
+        np.testing.assert_array_equal(
+            take_rows(there["router"]["kernel"][index], np.arange(3)), layer["router"]["kernel"]
+        )
+        for expert in range(3):
+            down, both = (layer[name]["kernel"][expert].astype(jnp.float32) for name in ("down", "gate_up"))
+            np.testing.assert_array_equal(take_rows(there["down"]["kernel"][index, expert], np.arange(24)), down)
+            gated = there["gate_up"]["kernel"][index, expert]
+            np.testing.assert_array_equal(take_rows(gated[::2], np.arange(40)), both[:40])
+            np.testing.assert_array_equal(take_rows(gated[1::2], np.arange(40)), both[40:])
+            if quantized:
+                np.testing.assert_array_equal(there["down"]["scale"][index, expert], layer["down"]["scale"][expert])
 
 
 def test_layers_of_several_dtypes_are_refused():

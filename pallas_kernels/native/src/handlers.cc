@@ -67,6 +67,40 @@ ffi::Error product(ffi::ThreadPool threads, Floats x, ffi::AnyBuffer kernels, Fl
   return ffi::Error::Success();
 }
 
+// Kernels [layers, groups, panels, inputs, 16] and int8 scales [layers, groups, outputs]; group g of a layer has rows
+// starts[g] to starts[g + 1]. Rows past the last one come out as 0, and kernels of groups without rows aren't read.
+ffi::Error grouped_product(ffi::ThreadPool threads, Floats x, ffi::AnyBuffer kernels, Floats scales, Floats norms,
+                           Ints starts, Ints layer, ffi::Result<Floats> y, int64_t activation, float eps) {
+  auto d = kernels.dimensions();
+  int64_t index = layer.typed_data()[0], groups = d[1], all_rows = x.dimensions()[0], width = y->dimensions()[1];
+  if (index < 0 || index >= d[0]) return bad("layer is out of range");
+  const int32_t* begin = starts.typed_data();
+  if (begin[0] != 0 || begin[groups] > all_rows) return bad("starts must go from 0 to at most the number of rows");
+  for (int64_t g = 0; g < groups; g++) {
+    if (begin[g] > begin[g + 1]) return bad("starts must not fall");
+  }
+  Product p{};
+  if (!number_of(kernels.element_type(), &p.weight_type)) return bad("the weights' type is not supported");
+  p.inputs = x.dimensions()[1];
+  p.norm = norms.element_count() ? norms.typed_data() + index * p.inputs : nullptr;
+  p.eps = eps;
+  p.activation = static_cast<Activation>(activation);
+  p.outputs = p.activation == Activation::kNone ? width : 2 * width;
+  int64_t kernel_bytes = kernels.size_bytes() / (d[0] * groups);
+  XlaPool pool(threads);
+  for (int64_t g = 0; g < groups; g++) {
+    int64_t place = index * groups + g;
+    p.rows = begin[g + 1] - begin[g];
+    p.x = x.typed_data() + begin[g] * p.inputs;
+    p.weights = static_cast<const char*>(kernels.untyped_data()) + kernel_bytes * place;
+    p.scales = scales.element_count() ? scales.typed_data() + place * p.outputs : nullptr;
+    p.y = y->typed_data() + begin[g] * width;
+    multiply(pool, p);
+  }
+  std::fill(y->typed_data() + begin[groups] * width, y->typed_data() + all_rows * width, 0.0f);
+  return ffi::Error::Success();
+}
+
 Shape shape_of(int64_t tokens, int64_t heads, const ffi::AnyBuffer& kv, Ints layer, Ints window, int64_t num_layers,
                float scale, float soft_cap) {
   auto d = kv.dimensions();
@@ -158,6 +192,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_product, jaxcb::product,
                                   .JAXCB_FLOATS  // residual
                                   .JAXCB_INTS    // layer
                                   .JAXCB_INTS    // num_rows
+                                  .Ret<jaxcb::Floats>()
+                                  .Attr<int64_t>("activation")
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_grouped_product, jaxcb::grouped_product,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .JAXCB_FLOATS  // x
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .JAXCB_FLOATS  // scales
+                                  .JAXCB_FLOATS  // norms
+                                  .JAXCB_INTS    // starts
+                                  .JAXCB_INTS    // layer
                                   .Ret<jaxcb::Floats>()
                                   .Attr<int64_t>("activation")
                                   .Attr<float>("eps"));
