@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from pallas_kernels.checks import require, require_array, require_backend
-from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.checks import require, require_array
+from pallas_kernels.metadata import Backend, chosen_backend
 from pallas_kernels.triton import page_copy as triton
 
 Pool = TypeVar("Pool")
@@ -47,8 +47,7 @@ def copy_pages(
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    backend = backend or default_backend()
-    require_backend(backend)
+    backend = chosen_backend(backend)
     _require_pages(kv)
     require_array(sources, "sources", (None,), dtypes=("int32",))
     require_array(destinations, "destinations", sources.shape, dtypes=("int32",))

@@ -12,8 +12,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.checks import require_array, require_backend
-from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.checks import require_array
+from pallas_kernels.metadata import Backend, chosen_backend
 from pallas_kernels.triton import selection as triton
 from pallas_kernels.xla.threshold import kth_largest, mass_threshold
 
@@ -42,8 +42,7 @@ def least_kept_weight(
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    backend = backend or default_backend()
-    require_backend(backend)
+    backend = chosen_backend(backend)
     require_array(weights, "weights", (None, None), dtypes=("float32",))
     num_rows, size = weights.shape
     require_array(top_k, "top_k", (num_rows,), dtypes=("int32",))

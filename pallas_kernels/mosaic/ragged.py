@@ -20,8 +20,10 @@ from pallas_kernels.checks import require
 from pallas_kernels.mosaic import BLOCK, DTYPES, HEAD_DIMS, fits, has_api
 from pallas_kernels.mosaic import MOSAIC_ROWS as ROWS
 from pallas_kernels.pages import KVPages, QuantizedPages
+from pallas_kernels.platform import platform
 from pallas_kernels.triton import ragged as triton
 from pallas_kernels.triton.attend import LOG2_E, MASKED
+from pallas_kernels.triton.targets import device_capability
 from pallas_kernels.triton.work import QueryTiles, TritonWork
 
 STAGES = 2
@@ -31,6 +33,8 @@ STAGES = 2
 def require_supported(q: Float[Array, "T H D"], kv_pages: KVPages, sinks: Any | None) -> None:
     """Raise ValueError for what only the triton backend can do."""
     require(has_api(), "backend", "xla or triton on jax before 0.11", "'mosaic'")
+    hopper = platform() != "gpu" or device_capability() == (9, 0)
+    require(hopper, "backend", "xla or triton on a GPU that is no Hopper (compute capability 9.0)", "'mosaic'")
     require(not isinstance(kv_pages, QuantizedPages), "kv_pages", "plain for backend mosaic", "QuantizedPages")
     require(sinks is None, "sinks", "None for backend mosaic", "an array")
     assert not isinstance(kv_pages, QuantizedPages)

@@ -107,14 +107,15 @@ def require_fits(shape: TileShape, target: Target, *, head_dim: int, dtype: DTyp
     Raises:
         ValueError: the tile asks for more shared memory than the target has, or the target can't read the pages.
     """
-    if jnp.dtype(kv_dtype).name == "float8_e4m3fn" and target.compute_capability < (8, 9):
+    if jnp.dtype(kv_dtype).name == "float8_e4m3fn" and not target.has_float8:
         raise ValueError(
-            f"kv_pages must be of dtype int8 on an {target.name.upper()}: it has no float8 numbers, got {kv_dtype}"
+            f"kv_pages must be of dtype int8 on an {target.device}: it has no float8 numbers (compute capability "
+            f"{'.'.join(map(str, target.compute_capability))}, 8.9 and later have them), got {kv_dtype}"
         )
     asked = shared_memory_bytes(shape, target, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
     if asked > target.shared_memory_bytes:
         raise ValueError(
-            f"the tile must fit the {target.shared_memory_bytes:,} bytes of shared memory of an {target.name.upper()}, "
+            f"the tile must fit the {target.shared_memory_bytes:,} bytes of shared memory of an {target.device}, "
             f"got {asked:,} bytes for {shape} at head size {head_dim}: take fewer rows, a shorter block or fewer stages"
         )
 
