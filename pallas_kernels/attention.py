@@ -108,18 +108,42 @@ def ragged_paged_attention(
 
 
 def decode_attention(
-    q: Float[Array, "S H D"], kv_pages: KVPages, metadata: AttentionMetadata, **options: Any
+    q: Float[Array, "S H D"] | RawQueries,
+    kv_pages: KVPages,
+    metadata: AttentionMetadata,
+    *,
+    layer: int | Int32[Array, ""],
+    num_layers: int,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    arrivals: Int32[Array, "S K"] | None = None,
+    backend: Backend | None = None,
+    interpret: bool | Any = False,
 ) -> Float[Array, "S H D"]:
     """:func:`ragged_paged_attention` of a step of decodes alone: one query a sequence, S of them.
 
-    Each context is cut into splits that run side by side, as many as its own length asks for. ``options`` are those of
-    :func:`ragged_paged_attention`.
+    Each context is cut into splits that run side by side, as many as its own length asks for. Arguments as there.
 
     Raises:
         ValueError: the metadata was not built with ``decode_only=True``, or an argument can't be.
     """
     require(metadata.decode_only, "metadata", "built with decode_only=True", "one for chunks too")
-    return ragged_paged_attention(q, kv_pages, metadata, **options)
+    return ragged_paged_attention(
+        q,
+        kv_pages,
+        metadata,
+        layer=layer,
+        num_layers=num_layers,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        arrivals=arrivals,
+        backend=backend,
+        interpret=interpret,
+    )
 
 
 def _require_queries(
