@@ -61,7 +61,7 @@ class Attention:
     """Attention of 256 tokens and 16 sequences: the kernels of chunks and of decodes.
 
     Arguments:
-        queries: their dtype; None: float32 over float32 pages, bfloat16 over others.
+        queries: their dtype; None: that of the pages, bfloat16 over 8-bit ones.
         heads: of queries and of KV; None: those of ``HEADS``.
     """
 
@@ -95,8 +95,8 @@ class Attention:
     @property
     def numbers(self) -> tuple[str, tuple[int, int]]:
         """The dtype of the queries, and the heads."""
-        queries = self.queries or ("float32" if self.pages == "float32" else "bfloat16")
-        return queries, self.heads or HEADS[self.head_dim]
+        queries = "bfloat16" if "8" in self.pages else self.pages
+        return self.queries or queries, self.heads or HEADS[self.head_dim]
 
     def case(self, target: str) -> Case:
         """Shapes and the call."""

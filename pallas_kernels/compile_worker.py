@@ -70,8 +70,8 @@ def compile_kernels(case: Case, target: str, dump: Path, ptxas: Path) -> dict[st
 
 def _launches(dump: Path) -> str:
     """What the program compiled last launches, as XLA lists it."""
-    lists = dump.glob("*thunk_sequence_after_thunk_passes*.txt")
-    return max(lists, key=lambda path: path.stat().st_mtime).read_text()
+    # Beside the list there is one after the passes, if they changed it: it comes later, in time and in the alphabet.
+    return max(dump.glob("*thunk_sequence*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name)).read_text()
 
 
 def _asked_at_launch(kernel: str, ptx: Path, launches: str) -> int:

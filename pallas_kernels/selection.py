@@ -33,11 +33,14 @@ def least_kept_weight(
 
     Arguments:
         weights: at least 0 and at most 1. A row that holds NaN has no meaning.
-        top_k: 0, or V and more, keeps all (Fan et al. 2018).
-        top_p: the likeliest tokens whose share reaches it stay, the likeliest always; 1 keeps all (Holtzman et al.
-            2020).
-        backend: None chooses by platform.
+        top_k: 0 and less, or V and more, keeps all (Fan et al. 2018).
+        top_p: the likeliest tokens whose share reaches it stay, the likeliest always, which 0 and less leaves alone; 1
+            and more keeps all (Holtzman et al. 2020).
+        backend: None chooses by platform. triton and mosaic are the one kernel, xla and native the binary search.
         interpret: run the triton kernel in Pallas's interpreter, on any platform.
+
+    Returns:
+        The weight from which on a row's tokens are kept: ``weights >= result[:, None]`` are. 0 keeps all.
 
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.

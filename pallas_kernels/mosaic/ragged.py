@@ -29,6 +29,9 @@ from pallas_kernels.triton.work import QueryTiles, TritonWork
 STAGES = 2
 """Blocks in flight. Two of 64 positions at head size 256 are 131 KB of the 227 KB there are."""
 
+COLUMNS = 64
+"""Features of the values that are cleared at once: all of them would take as many registers as the result."""
+
 
 def require_supported(q: Float[Array, "T H D"], kv_pages: KVPages, sinks: Any | None) -> None:
     """Raise ValueError for what only the triton backend can do."""
@@ -236,22 +239,24 @@ def _kernel(
         @pl.when((base + block > end) | (base < oldest))
         def _clear() -> None:
             """What lies past the context or before the window may be NaN, and a weight of 0 would not hide it."""
-            index = plgpu.broadcasted_iota(jnp.int32, (block, head_dim), 0, layout=layout) + base
+            index = plgpu.broadcasted_iota(jnp.int32, (block, COLUMNS), 0, layout=layout) + base
             real = (index < end) & (index >= oldest)
-            values = plgpu.load(v_shared.at[slot], (), layout=layout).astype(jnp.float32)
-            v_shared[slot] = jnp.where(real, values, 0.0).astype(dtype)
+            for first_column in range(0, head_dim, COLUMNS):
+                place = v_shared.at[slot, :, pl.ds(first_column, COLUMNS)]
+                values = plgpu.load(place, (), layout=layout).astype(jnp.float32)
+                place[...] = jnp.where(real, values, 0.0).astype(dtype)
             plgpu.commit_smem()
 
         if weights_shared is not None:
             weights_shared[...] = weights
             plgpu.commit_smem()
 
-        def multiply_values(accumulator: Any) -> Any:
+        def multiply_values(accumulator: Any) -> None:
             plgpu.wgmma(accumulator, weights if weights_shared is None else weights_shared, v_shared.at[slot])
-            return accumulator[...]
 
-        summed = pl.run_scoped(multiply_values, plgpu.ACC((ROWS, head_dim), jnp.float32))
-        weighted = weighted * lax.broadcast_in_dim(keep, weighted.shape, [0]) + summed
+        # Into the sum itself: beside a product of its own the registers don't hold one of 256 features.
+        weighted = weighted * lax.broadcast_in_dim(keep, weighted.shape, [0])
+        weighted = pl.run_state(multiply_values)(plgpu.ACC.init(weighted))
 
         @pl.when(step + STAGES < steps)
         def _next() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int32, Shaped
@@ -49,10 +50,11 @@ def _call(
     kernel: Any, name: str, shape: tuple[int, int], operands: tuple[Any, ...], *, donated: bool, interpret: bool
 ) -> Array:
     """A program for each page that moves and run of its elements. ``donated``: the first operand is the result."""
+    dtype, operands = operands[0].dtype, tuple(_bits(each) for each in operands)
     rows, pages = operands[:2]
     size = rows.shape[1]
     run = min(RUN_BYTES // rows.dtype.itemsize, pl.next_power_of_2(size))
-    return pl.pallas_call(
+    moved = pl.pallas_call(
         functools.partial(kernel, run=run),
         grid=(pages.shape[0], pl.cdiv(size, run)),
         out_shape=jax.ShapeDtypeStruct(shape, rows.dtype),
@@ -61,6 +63,13 @@ def _call(
         interpret=interpret,
         name=name,
     )(*operands)
+    return moved if moved.dtype == dtype else lax.bitcast_convert_type(moved, dtype)
+
+
+def _bits(array: Array) -> Array:
+    """Pages of float8 as integers: not every GPU has such numbers, and Triton makes no zeros of them to fill loads."""
+    is_float8 = array.dtype.itemsize == 1 and jnp.issubdtype(array.dtype, jnp.floating)
+    return lax.bitcast_convert_type(array, jnp.uint8) if is_float8 else array
 
 
 def _copy(rows_ref: Any, sources_ref: Any, destinations_ref: Any, out_ref: Any, *, size: int, run: int) -> None:

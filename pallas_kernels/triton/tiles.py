@@ -134,8 +134,8 @@ def require_fits(shape: TileShape, target: Target, *, head_dim: int, dtype: DTyp
 def shared_memory_bytes(
     shape: TileShape, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike
 ) -> int:
-    """Most shared memory that Triton asks for, to which the compile report holds it: queries, weights, and blocks in
-    flight.
+    """Most shared memory that Triton asks for, to which the compile report holds it: queries, weights, page numbers,
+    and blocks in flight.
 
     Hopper's wgmma takes the weights from registers and keeps a block more in flight than the mma of other tiles.
     8-bit pages are converted on the way into a product, which holds the converted block beside those in flight.
@@ -145,6 +145,7 @@ def shared_memory_bytes(
     width, block = pl.next_power_of_2(head_dim), shape.block
     wgmma = target.compute_capability == (9, 0) and shape.rows >= 64 and itemsize == 2
     queries = shape.rows * (width if wgmma else width + block) * itemsize * (2 if itemsize == 4 else 1)
-    in_flight = shape.num_stages if wgmma else max(1, shape.num_stages - 1)
+    in_flight = shape.num_stages if wgmma else max(2 if itemsize == 4 else 1, shape.num_stages - 1)
     converted = 2 * block * width * itemsize if kv_bytes == 1 else 0
-    return queries + in_flight * 2 * block * width * kv_bytes + converted
+    page_numbers = shape.num_stages * block * 4
+    return queries + in_flight * 2 * block * width * kv_bytes + converted + page_numbers
