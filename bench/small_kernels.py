@@ -104,7 +104,13 @@ def small_calls(*, small: bool, seed: int) -> dict[str, SmallCall]:
         return rope_and_write_kv(*arrays, **layer, **options)[:2]
 
     rope_twin = functools.partial(reference.rope_and_write_kv, **layer)
-    write = functools.partial(write_kv, **layer), functools.partial(reference.write_kv, **layer)
+
+    def write(
+        *arrays: Any, backend: Backend, interpret: bool = False
+    ) -> Any:  # a scatter: there is nothing to interpret
+        return write_kv(*arrays, **layer, backend=backend)
+
+    write_twin = functools.partial(reference.write_kv, **layer)
     return {
         "rms_norm": SmallCall(*norm, (x, scale), 2 * row),
         "add_rms_norm": SmallCall(*added, (x, y, scale), 4 * row),
@@ -112,7 +118,7 @@ def small_calls(*, small: bool, seed: int) -> dict[str, SmallCall]:
         "rope_and_write_kv": SmallCall(
             rope, rope_twin, (flat, qkv, np.cos(angles), np.sin(angles), *at), 2 * qkv.nbytes, lambda out: out[1]
         ),
-        "write_kv": SmallCall(*write, (flat, k, v, *at), 4 * k.nbytes, whole),
+        "write_kv": SmallCall(write, write_twin, (flat, k, v, *at), 4 * k.nbytes, whole),
         "copy_pages": SmallCall(
             copy_pages, reference.copy_pages, (pool, sources, destinations), 2 * moved * page, whole
         ),

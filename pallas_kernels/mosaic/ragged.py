@@ -189,7 +189,7 @@ def _kernel(
     oldest = jnp.int32(0) if window is None else jnp.maximum(first - (window - 1), 0)
     begin = lax.div(oldest, jnp.int32(block))
     steps = jnp.maximum(lax.div(end + (block - 1), jnp.int32(block)) - begin, 0)
-    layout = plgpu.Layout.WGMMA
+    layout, interpreted = plgpu.Layout.WGMMA, weights_shared is not None
 
     def fetch(step: Any, slot: Any) -> None:
         for number in range(block // page_size):
@@ -251,12 +251,15 @@ def _kernel(
             weights_shared[...] = weights
             plgpu.commit_smem()
 
-        def multiply_values(accumulator: Any) -> None:
+        def multiply_values(accumulator: Any) -> Any:
             plgpu.wgmma(accumulator, weights if weights_shared is None else weights_shared, v_shared.at[slot])
+            return accumulator[...] if interpreted else None
 
-        # Into the sum itself: beside a product of its own the registers don't hold one of 256 features.
         weighted = weighted * lax.broadcast_in_dim(keep, weighted.shape, [0])
-        weighted = pl.run_state(multiply_values)(plgpu.ACC.init(weighted))
+        if interpreted:  # the interpreter has no product into what is there already
+            weighted = weighted + pl.run_scoped(multiply_values, plgpu.ACC(weighted.shape, jnp.float32))
+        else:  # beside a product of its own the registers don't hold a sum of 256 features
+            weighted = pl.run_state(multiply_values)(plgpu.ACC.init(weighted))
 
         @pl.when(step + STAGES < steps)
         def _next() -> None:

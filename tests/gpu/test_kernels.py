@@ -35,7 +35,7 @@ from tests.pallas_kernels.test_fused import attend_finished_and_raw, rope_argume
 from tests.pallas_kernels.test_selection import exact
 
 ON_GPU = jax.default_backend() == "gpu"
-ROWS = TABLE[:16] if ON_GPU else TABLE[:2]
+ROWS = [row | {"backend": "triton"} for row in (TABLE[:16] if ON_GPU else TABLE[:2])]
 LONGEST = 9000 if ON_GPU else 300
 BACKENDS: tuple[Backend, ...] = ("triton", "xla")
 OPTIONS = None if ON_GPU else {"xla_backend_optimization_level": 0}
