@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import Backend, attention_metadata, least_kept_weight, ragged_paged_attention, reference
+from pallas_kernels import (
+    AttentionMetadata,
+    Backend,
+    attention_metadata,
+    least_kept_weight,
+    ragged_paged_attention,
+    reference,
+)
 
 PAGE_SIZE = 64
 
@@ -59,29 +66,39 @@ def batch(shape: Shape, *, seed: int, dtype: str = "bfloat16") -> tuple[Any, ...
 
 
 def attention(shape: Shape, backend: Backend, *, interpret: bool) -> Callable[..., jax.Array]:
-    """A jitted call on what :func:`batch` made."""
+    """A jitted call on q, pages and what :func:`described` made. q is donated, as a step's is in effect: the kernels
+    write over it."""
 
-    def attend(q: Any, kv: Any, starts: Any, contexts: Any, tables: Any) -> jax.Array:
-        metadata = attention_metadata(
-            starts,
-            contexts,
-            tables,
-            num_tokens=q.shape[0],
-            page_size=PAGE_SIZE,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            decode_only=shape.decode_only,
-            backend=backend,
-        )
+    def attend(q: Any, kv: Any, metadata: AttentionMetadata) -> jax.Array:
         return ragged_paged_attention(q, kv, metadata, layer=0, num_layers=1, backend=backend, interpret=interpret)
 
     # Kernels in the interpreter are large programs that run once.
-    return jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0} if interpret else None)
+    options = {"xla_backend_optimization_level": 0} if interpret else None
+    return jax.jit(attend, donate_argnums=0, compiler_options=options)
+
+
+def described(
+    shape: Shape, backend: Backend, arrays: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array, AttentionMetadata]:
+    """q, pages and metadata of what :func:`batch` made. The layers of a step share one metadata: its making is no part
+    of a kernel's time."""
+    q, pages, *ragged = arrays
+    make = functools.partial(
+        attention_metadata,
+        num_tokens=q.shape[0],
+        page_size=PAGE_SIZE,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        decode_only=shape.decode_only,
+        backend=backend,
+    )
+    return q, pages, jax.jit(make)(*ragged)
 
 
 def layers_seconds(shape: Shape, num_layers: int, *, dtype: str, seed: int) -> float:
-    """Of the xla backend over all layers, whose pages are too many for the caches, as in a step."""
+    """Of the xla backend over all layers, whose pages are too many for the caches, as in a step, which makes
+    the metadata once for all of them."""
     q, pages, starts, contexts, tables = batch(shape, seed=seed, dtype=dtype)
     layer_pages = pages.reshape(-1, 1, 2, *pages.shape[1:])
     pool = jnp.broadcast_to(layer_pages, (layer_pages.shape[0], num_layers, *layer_pages.shape[2:]))
@@ -124,19 +141,36 @@ def selection_seconds(num_rows: int, size: int, deviation: float, backend: Backe
 def error(shape: Shape, backend: Backend, *, seed: int, interpret: bool) -> float:
     """Norm of the difference from the float64 reference over its norm."""
     arrays = batch(shape, seed=seed)
-    got = np.asarray(attention(shape, backend, interpret=interpret)(*arrays)).astype(np.float64)
     want = reference.ragged_paged_attention(*(np.asarray(x) for x in arrays), layer=0, num_layers=1)
+    attend = attention(shape, backend, interpret=interpret)
+    got = np.asarray(attend(*described(shape, backend, arrays))).astype(np.float64)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def seconds(function: Callable[..., Any], arguments: Sequence[Any], *, repeats: int) -> float:
-    """Of one call, the best of three runs of ``repeats`` calls that queue up behind each other."""
-    jax.block_until_ready(function(*arguments))
+def seconds(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    repeats: int,
+    feed: Callable[[Any], Any] | None = None,
+) -> float:
+    """Of one call, the best of three runs of ``repeats`` calls that queue up behind each other.
+
+    Arguments:
+        feed: of a function that is given its first argument for good, the next call's in what it returned.
+    """
+
+    def call(first: Any) -> tuple[Any, Any]:
+        result = function(first, *arguments[1:])
+        return result, first if feed is None else feed(result)
+
+    result, first = call(arguments[0])
+    jax.block_until_ready(result)
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
         for _ in range(repeats):
-            result = function(*arguments)
+            result, first = call(first)
         jax.block_until_ready(result)
         best = min(best, (time.perf_counter() - began) / repeats)
     return best

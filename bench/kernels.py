@@ -1,4 +1,8 @@
-"""The attention kernels on this device: checked against the reference, timed against its limits, tiles swept.
+"""The kernels on this device: checked against the reference, timed against its limits, attention's tiles swept.
+
+A timing of attention is of its kernels: the metadata, which the layers of a step share, is made before. What fails, be
+it a check, a backend or a tile, is a row of the result and stops nothing else, and after each stage the files are
+written; the status is 1 if a check failed.
 
 On a GPU nothing more is begun once --budget-s seconds are over (compiling included): what is left out is the rest of
 the sweep, then of the shapes. Without a GPU it times the xla backend on the CPU instead, layer after layer of
@@ -13,11 +17,12 @@ contexts and not the longest one.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import itertools
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +34,14 @@ from bench.kernel_cases import (
     attention,
     batch,
     copy_rate,
+    described,
     error,
     layers_seconds,
     matmul_rate,
     seconds,
     selection_seconds,
 )
+from bench.small_kernels import SmallCall, small_calls
 from pallas_kernels import Backend
 from pallas_kernels.triton import tiles
 from pallas_kernels.triton.targets import default_target
@@ -103,7 +110,9 @@ def time_shape(
     name: str, shape: Shape, backend: Backend, limits: dict[str, float], dry: bool, seed: int
 ) -> dict[str, Any]:
     """One row of the result."""
-    took = seconds(attention(shape, backend, interpret=dry), batch(shape, seed=seed), repeats=1 if dry else 20)
+    arguments = described(shape, backend, batch(shape, seed=seed))
+    attend = attention(shape, backend, interpret=dry)
+    took = seconds(attend, arguments, repeats=1 if dry else 20, feed=lambda attended: attended)
     share = {
         "of_copy": shape.kv_bytes / took / limits["copy_bytes_per_s"],
         "of_matmul": shape.flops / took / limits["matmul_flops_per_s"],
@@ -118,22 +127,19 @@ def time_shape(
 
 
 def sweep(
-    name: str, shape: Shape, limits: dict[str, float], dry: bool, seed: int, until: float
+    name: str, shape: Shape, limits: dict[str, float], dry: bool, seed: int, is_time: Callable[[], bool]
 ) -> list[dict[str, Any]]:
     """Every tile that compiles, fastest first; those that don't, with the reason."""
     table = (tiles.DECODE_TILES if shape.decode_only else tiles.CHUNK_TILES)[default_target().name]
     key = min(size for size in table if shape.head_dim <= size)
     kept, out = table[key], list[dict[str, Any]]()
     for tile in sweep_tiles(shape, dry):
-        if time.perf_counter() >= until:
+        if not is_time():
             break
         table[key] = kept._replace(narrow=tile)
-        try:
-            out.append({"tile": tile._asdict()} | time_shape(name, shape, "triton", limits, dry, seed))
-        except Exception as failure:  # whatever the compiler raises for a tile is a result of the sweep
-            out.append({"tile": tile._asdict(), "case": name, "error": f"{failure}"[:200]})
-        finally:
-            table[key] = kept
+        found = attempt(time_shape, name, shape, "triton", limits, dry, seed)
+        table[key] = kept
+        out.append({"tile": tile._asdict(), "case": name} | found)
     return sorted(out, key=_us)
 
 
@@ -141,48 +147,100 @@ def _us(row: dict[str, Any]) -> float:
     return row.get("us", float("inf"))
 
 
-def measure(dry: bool, budget_s: float, seed: int) -> dict[str, Any]:
-    """Everything, checks first: a kernel that is wrong is not timed.
+def attempt(make: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What ``make`` returns; whatever it raises, the compiler's errors too, as an "error"."""
+    try:
+        return make(*arguments)
+    except Exception as failure:
+        return {"error": f"{type(failure).__name__}: {failure}"[:200]}
 
-    Raises:
-        BenchError: a kernel is wrong.
-    """
+
+def measure(dry: bool, budget_s: float, seed: int) -> Iterator[dict[str, Any]]:
+    """Stage after stage, each a part of the result. Checks first: a kernel that is wrong is not timed."""
     until = time.perf_counter() + budget_s
-    checks: list[dict[str, Any]] = [
-        {"case": str(shape), "backend": backend, "error": error(shape, backend, seed=seed, interpret=dry)}
-        for shape in check_shapes(dry)
-        for backend in backends_of(shape, dry)
-    ]
-    wrong = [check for check in checks if not check["error"] < MOST_ERROR]
-    if wrong:
-        raise BenchError(f"a relative error of at most {MOST_ERROR} was expected, got {wrong}")
+
+    def is_time() -> bool:
+        return dry or time.perf_counter() < until
+
+    checks = list(check(dry, seed))
+    yield {"checks": checks}
+    wrong = {(each["kernel"], each["backend"]) for each in checks if not is_right(each)}
     sizes = (2**20, 256) if dry else (2**30, 8192)
     limits = {
         "copy_bytes_per_s": copy_rate(sizes[0], repeats=10),
         "matmul_flops_per_s": matmul_rate(sizes[1], repeats=10),
     }
+    yield {"limits": limits}
     shapes = timed_shapes(dry)
-    timed = [
-        time_shape(name, shape, backend, limits, dry, seed)
-        for name, shape in shapes.items()
-        for backend in backends_of(shape, dry)
-        if dry or time.perf_counter() < until
-    ]
-    selected = select(dry, seed, until)
-    swept_names = list(shapes) if dry else ["decode 64 x 1024", "prefill 1 x 4096", "decode 1 x 32768"]
-    swept = [sweep(name, shapes[name], limits, dry, seed, until) for name in swept_names]
-    return {"checks": checks, "limits": limits, "timed": timed, "sweep": swept, "selection": selected}
+    yield {
+        "timed": [
+            {"case": name, "backend": backend} | attempt(time_shape, name, shape, backend, limits, dry, seed)
+            for name, shape in shapes.items()
+            for backend in backends_of(shape, dry)
+            if is_time() and ("attention", backend) not in wrong
+        ]
+    }
+    calls = small_calls(small=dry, seed=seed)
+    yield {
+        "small": [
+            {"case": name, "backend": backend} | attempt(time_small, call, backend, limits, dry)
+            for name, call in calls.items()
+            for backend in ("triton", "xla")
+            if name != "least_kept_weight" and is_time() and (name, backend) not in wrong
+        ]
+    }
+    yield {"selection": select(dry, seed, is_time)}
+    swept: list[list[dict[str, Any]]] = []
+    for name in list(shapes) if dry else ["decode 64 x 1024", "prefill 1 x 4096", "decode 1 x 32768"]:
+        swept.append(sweep(name, shapes[name], limits, dry, seed, is_time))
+        yield {"sweep": list(swept)}
 
 
-def select(dry: bool, seed: int, until: float) -> list[dict[str, Any]]:
+def check(dry: bool, seed: int) -> Iterator[dict[str, Any]]:
+    """Every kernel against its reference: the relative error of each."""
+    for shape in check_shapes(dry):
+        for backend in backends_of(shape, dry):
+
+            def attended(shape: Shape = shape, backend: Backend = backend) -> dict[str, Any]:
+                return {"error": error(shape, backend, seed=seed, interpret=dry)}
+
+            yield {"kernel": "attention", "case": str(shape), "backend": backend} | attempt(attended)
+    for name, call in small_calls(small=True, seed=seed).items():
+        for backend in ("triton", "xla"):
+
+            def called(call: SmallCall = call, backend: Backend = backend) -> dict[str, Any]:
+                return {"error": call.error(backend, interpret=dry)}
+
+            yield {"kernel": name, "case": name, "backend": backend} | attempt(called)
+
+
+def is_right(checked: dict[str, Any]) -> bool:
+    """Whether a check ended, and with a small error."""
+    return isinstance(checked["error"], float) and checked["error"] < MOST_ERROR
+
+
+def time_small(call: SmallCall, backend: Backend, limits: dict[str, float], dry: bool) -> dict[str, Any]:
+    """Of a kernel beside attention: microseconds, and the share of the copy's rate."""
+    took = call.seconds(backend, interpret=dry)
+    rate = call.num_bytes / took
+    return {"us": took * 1e6, "gb_per_s": rate / 1e9, "of_copy": rate / limits["copy_bytes_per_s"]}
+
+
+def select(dry: bool, seed: int, is_time: Callable[[], bool]) -> list[dict[str, Any]]:
     """Top-k with top-p by the kernel and by XLA, microseconds."""
     out: list[dict[str, Any]] = []
     for num_rows, (name, deviation) in itertools.product((2,) if dry else (1, 32, 256), SELECTIONS.items()):
-        if not dry and time.perf_counter() >= until:
+        if not is_time():
             break
-        size, backends = 3000 if dry else 128_256, list[Backend](("triton", "xla"))
-        took = {each: selection_seconds(num_rows, size, deviation, each, seed=seed, dry=dry) for each in backends}
-        out.append({"case": f"{num_rows} {name} rows of {size:,}"} | {k: v * 1e6 for k, v in took.items()})
+        size = 3000 if dry else 128_256
+
+        def took(num_rows: int = num_rows, size: int = size, deviation: float = deviation) -> dict[str, Any]:
+            backends: tuple[Backend, ...] = ("triton", "xla")
+            return {
+                each: 1e6 * selection_seconds(num_rows, size, deviation, each, seed=seed, dry=dry) for each in backends
+            }
+
+        out.append({"case": f"{num_rows} {name} rows of {size:,}"} | attempt(took))
     return out
 
 
@@ -244,37 +302,44 @@ def device_facts() -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """The result for people."""
-    timed = [
-        (
-            row["case"],
-            row["backend"],
-            f"{row['us']:.1f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['of_copy']:.0%}",
-            f"{row['tflop_per_s']:.0f}",
-            f"{row['of_matmul']:.0%}",
-        )
-        for row in result["timed"]
+    """The result for people, as far as it is there."""
+    parts = [describe(result["device"])]
+    checks = result.get("checks", [])
+    right = [each["error"] for each in checks if is_right(each)]
+    failed = [
+        f"{each['kernel']} ({each['backend']}, {each['case']}): {each['error']}"
+        for each in checks
+        if not is_right(each)
     ]
+    parts.append(f"Checks: {len(right)} of {len(checks)} right, largest error {max(right, default=0):.1e}.")
+    parts += [f"WRONG: {line}" for line in failed]
+    if rates := result.get("limits"):
+        copy, product = rates["copy_bytes_per_s"] / 1e9, rates["matmul_flops_per_s"] / 1e12
+        parts.append(f"Limits: copy {copy:.0f} GB/s, product {product:.0f} TFLOP/s.")
+    columns: dict[str, tuple[str, ...]] = {
+        "timed": ("us", "gb_per_s", "of_copy", "tflop_per_s", "of_matmul"),
+        "small": ("us", "gb_per_s", "of_copy"),
+    }
+    titles = {"gb_per_s": "GB/s", "of_copy": "of copy", "tflop_per_s": "TFLOP/s", "of_matmul": "of product"}
+    for stage, title in (("timed", "attention"), ("small", "kernel")):
+        names = columns[stage]
+        rows = [(row["case"], row["backend"], *_cells(row, names)) for row in result.get(stage, [])]
+        parts.append(markdown_table((title, "backend", *(titles.get(name, name) for name in names)), rows))
+    selected = [(row["case"], *_cells(row, ("triton", "xla"))) for row in result.get("selection", [])]
+    parts.append(markdown_table(("top-k 50 and top-p 0.9", "triton us", "xla us"), selected))
     best = [
         (rows[0]["case"], " ".join(f"{key}={value}" for key, value in rows[0]["tile"].items()), f"{rows[0]['us']:.1f}")
-        for rows in result["sweep"]
+        for rows in result.get("sweep", [])
         if rows and "us" in rows[0]
     ]
-    selected = [(row["case"], f"{row['triton']:.1f}", f"{row['xla']:.1f}") for row in result["selection"]]
-    rates = result["limits"]
-    return "\n\n".join(
-        (
-            describe(result["device"]),
-            f"Limits: copy {rates['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
-            f"product {rates['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s, largest error "
-            f"{max(check['error'] for check in result['checks']):.1e}.",
-            markdown_table(("attention", "backend", "us", "GB/s", "of copy", "TFLOP/s", "of product"), timed),
-            markdown_table(("swept", "fastest tile", "us"), best),
-            markdown_table(("top-k 50 and top-p 0.9", "triton us", "xla us"), selected),
-        )
-    )
+    parts.append(markdown_table(("swept", "fastest tile", "us"), best))
+    return "\n\n".join(parts)
+
+
+def _cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
+    if "error" in row:
+        return [row["error"][:60], *[""] * (len(names) - 1)]
+    return [f"{row[name]:.0%}" if name.startswith("of_") else f"{row[name]:.1f}" for name in names]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -287,13 +352,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     facts = machine()
     result: dict[str, Any] = {"machine": facts, "device": device_facts(), "dry": options.dry}
-    if options.dry or jax.default_backend() == "gpu":
-        result |= measure(options.dry, options.budget_s, options.seed)
-        text = tables(result)
-    else:
+    if not options.dry and jax.default_backend() != "gpu":
         result |= measure_cpu(options.seed)
-        text = cpu_table(result)
-    print(text)
+        write(result, cpu_table(result), options)
+        print(cpu_table(result))
+        return
+    for stage in measure(options.dry, options.budget_s, options.seed):
+        result |= stage
+        write(result, tables(result), options)  # each stage: a device that is taken away takes no result along
+    print(tables(result))
+    if wrong := [each for each in result["checks"] if not is_right(each)]:
+        raise BenchError(f"a relative error below {MOST_ERROR} was expected, got {wrong}")
+
+
+def write(result: dict[str, Any], text: str, options: argparse.Namespace) -> None:
+    """The files that were asked for."""
     if options.markdown:
         options.markdown.write_text(text + "\n", encoding="utf-8")
     save(options.json, result)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
@@ -26,11 +29,14 @@ def require_array(
     require(jnp.dtype(array.dtype).name in dtypes, argument, f"of dtype {' or '.join(dtypes)}", f"{array.dtype}")
 
 
+def require_number(value: object, argument: str, *, least: float = -math.inf, above: float = -math.inf) -> None:
+    """Raise ValueError unless ``value`` is a finite number, at least ``least`` and above ``above``. It is static."""
+    bounds = [f"{word} {bound:g}" for word, bound in (("at least", least), ("above", above)) if bound > -math.inf]
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    fits = is_number and value >= least and value > above  # type: ignore[operator]  # it is a number
+    require(fits, argument, " ".join(["a finite number", *bounds]), repr(value))
+
+
 def require_page_size(page_size: int) -> None:
     """Raise ValueError unless ``page_size`` is a power of two that divides the backends' blocks."""
     require(page_size in (8, 16, 32, 64, 128), "page_size", "8, 16, 32, 64 or 128", page_size)
-
-
-def require_backend(backend: str, supported: tuple[str, ...] = BACKENDS) -> None:
-    """Raise ValueError unless ``backend`` is one of the supported ones."""
-    require(backend in supported, "backend", f"None or one of {', '.join(supported)}", repr(backend))

@@ -2,10 +2,11 @@
 
     python -m pallas_kernels.compile_report --target h200        # h100, a100, l4; all if none is named
 
-Prints registers, spilled bytes and tensor-core instructions of each kernel, and what whole steps became; ends with
-status 1 if a bound is broken: no kernel may spill more than 16 bytes a thread or ask for more shared memory than there
-is, and a step of 30 layers updates its pages in place and is one CUDA graph. The compiler is installed into a folder of
-its own first (about 0.6 GB, once); where no registry has it, the status is 77 and the reason is printed.
+Prints registers, spilled bytes, shared memory and tensor-core instructions of each kernel, and what whole steps became;
+ends with status 1 if a bound is broken: no kernel may spill more than 16 bytes a thread, or be launched with more
+shared memory than the target has or the tile table promises, and a step of 30 layers updates its pages in place and is
+one CUDA graph. The compiler is installed into a folder of its own first (about 0.6 GB, once); where no registry has it,
+the status is 77 and the reason is printed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.compile_cases import attention_cases, step_cases
+from pallas_kernels.compile_cases import kernel_cases, step_cases
 from pallas_kernels.deviceless import NoPluginError, environment, install_plugin, ptxas
 from pallas_kernels.triton.targets import TARGETS
 
@@ -29,7 +30,7 @@ MOST_SPILL_BYTES = 16
 """Bytes a thread may spill: a register or two outside the loop cost nothing, more sit inside it."""
 CASES_A_PROCESS = 4
 """A compiler that aborts takes its process along, and starting one takes as long as compiling two cases."""
-
+PROCESS_TIMEOUT_S = 1800
 
 SKIPPED = 77
 """Status where nothing could be compiled, as automake's tests have it."""
@@ -49,23 +50,37 @@ def report(target: str, cases: Sequence[str], folder: Path, *, jobs: int = 1) ->
 
 def _compile(target: str, cases: list[str], folder: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as dump:
-        module = [sys.executable, "-m", "pallas_kernels.compile_cases", target, dump, str(ptxas(folder))]
-        done = subprocess.run(
-            [*module, *cases], env=environment(folder, Path(dump)), capture_output=True, text=True, timeout=1800
-        )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-    died = f"the compiler died with {done.returncode}: {done.stderr[-1000:]}"
-    return found + [{"case": name, "error": died} for name in cases[len(found) :]]
+        module = [sys.executable, "-m", "pallas_kernels.compile_worker", target, dump, str(ptxas(folder))]
+        try:
+            done = subprocess.run(
+                [*module, *cases],
+                env=environment(folder, Path(dump)),
+                capture_output=True,
+                text=True,
+                timeout=PROCESS_TIMEOUT_S,
+            )
+            printed, died = done.stdout, f"the compiler died with {done.returncode}: {done.stderr[-1000:]}"
+        except subprocess.TimeoutExpired as late:  # what it printed comes as bytes
+            printed = (late.stdout or b"").decode()
+            died = f"the compiler took longer than {PROCESS_TIMEOUT_S} s over this case or one before it"
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith('{"case"')]
+    found += [{"case": name, "error": died} for name in cases[len(found) :]]
+    return [{"target": target} | each for each in found]
 
 
 def problems(found: dict[str, Any]) -> list[str]:
     """What is wrong with a case; nothing, if all is well."""
     if "error" in found:
         return [found["error"]]
-    out = []
+    out, limit = [], TARGETS[found["target"]].shared_memory_bytes
     for name, kernel in found.get("kernels", {}).items():
+        shared = kernel["shared_bytes"]
         if kernel["spill_bytes"] > MOST_SPILL_BYTES:
             out.append(f"{name} spills {kernel['spill_bytes']} bytes a thread, {MOST_SPILL_BYTES} are allowed")
+        if shared > limit:
+            out.append(f"{name} is launched with {shared:,} bytes of shared memory, there are {limit:,}")
+        if shared > kernel.get("promised_bytes", shared):
+            out.append(f"{name} is launched with {shared:,} bytes of shared memory, not {kernel['promised_bytes']:,}")
     if "alias_bytes" in found:
         if found["alias_bytes"] < found["pool_bytes"]:
             out.append(f"only {found['alias_bytes']:,} of the pool's {found['pool_bytes']:,} bytes are aliased")
@@ -81,8 +96,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     name, wrong = found["case"], problems(found)
     out = []
     for kernel, facts in sorted(found.get("kernels", {}).items()):
-        numbers = (facts["registers"], facts["spill_bytes"], facts["tensor_core"] or "-")
-        out.append(f"{name:42s} {kernel:32s} {numbers[0]:>9} {numbers[1]:>7} {numbers[2]:>6}")
+        numbers = (facts["registers"], facts["spill_bytes"], f"{facts['shared_bytes']:,}", facts["tensor_core"] or "-")
+        out.append(f"{name:42s} {kernel:32s} {numbers[0]:>9} {numbers[1]:>7} {numbers[2]:>8} {numbers[3]:>6}")
     if "alias_bytes" in found:
         temp, alias = found["temp_bytes"] / 1e6, found["alias_bytes"] / 1e6
         out.append(f"{name:42s} alias {alias:.1f} MB, temp {temp:.1f} MB, launches {len(found['top_thunks'])}")
@@ -107,10 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     found = []
     for target in options.target or list(TARGETS):
-        cases = [name for name in (*step_cases(target), *attention_cases(target)) if options.only in name]
-        print(f"\n{target}\n{'case':42s} {'kernel':32s} registers  spills tensor", flush=True)
+        cases = [name for name in (*step_cases(target), *kernel_cases(target)) if options.only in name]
+        print(f"\n{target}\n{'case':42s} {'kernel':32s} registers  spills   shared tensor", flush=True)
         for case in report(target, cases, folder, jobs=options.jobs):
-            found.append({"target": target} | case)
+            found.append(case)
             print("\n".join(lines(case)), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

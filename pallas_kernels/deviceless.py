@@ -28,7 +28,8 @@ class NoPluginError(RuntimeError):
 
 
 def install_plugin(folder: Path | None = None) -> Path:
-    """The folder with the CUDA plug-in of the installed jax and ptxas; installs them there if they aren't (0.5 GB).
+    """The folder with the CUDA plug-in of the installed jax and ptxas; installs them there if they aren't (0.5 GB), or
+    are those of another jax or Python.
 
     Raises:
         NoPluginError: no registry has them, or none can be reached.
@@ -36,12 +37,13 @@ def install_plugin(folder: Path | None = None) -> Path:
     version = importlib.metadata.version("jax")
     cuda = "12" if version.startswith("0.10.") else "13"  # the newest that each has wheels for on its Python
     folder = folder or PLUGIN_FOLDER / f"cuda{cuda}-jax{version}-py{sys.version_info.major}{sys.version_info.minor}"
-    done = folder / "installed"
-    if done.exists():
+    mark, contents = folder / "installed", f"jax {version}, Python {sys.version_info.major}.{sys.version_info.minor}\n"
+    if mark.exists() and mark.read_text() == contents:
         return folder
+    mark.unlink(missing_ok=True)
     nvcc = "nvidia-cuda-nvcc-cu12" if cuda == "12" else "nvidia-cuda-nvcc>=13,<14"  # for ptxas
     wheels = [f"jax-cuda{cuda}-plugin=={version}", f"jax-cuda{cuda}-pjrt=={version}", nvcc]
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
     try:
         result = subprocess.run([*pip, *wheels], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
@@ -49,7 +51,7 @@ def install_plugin(folder: Path | None = None) -> Path:
     if result.returncode:
         reasons = [line for line in result.stderr.splitlines() if "ERROR" in line] or [result.stderr[-500:]]
         raise NoPluginError(f"{', '.join(wheels)} could not be installed: {reasons[-1]}")
-    done.touch()
+    mark.write_text(contents)
     return folder
 
 
@@ -62,7 +64,8 @@ def environment(folder: Path, dump: Path | None = None) -> dict[str, str]:
     """Environment of a process that compiles for a GPU. ``dump``: where XLA leaves PTX and thunks."""
     flags = os.environ.get("XLA_FLAGS", "")
     if dump is not None:
-        flags += f" --xla_dump_to={dump} --xla_dump_emitter_re=.*"
+        # With all of what emitters can leave, the passes of a Triton kernel take five times as long as compiling it.
+        flags += f" --xla_dump_to={dump} --xla_dump_emitter_re=ptx"
     # The plug-in comes after everything else: the folder may hold older copies of what is installed.
     path = os.pathsep.join(x for x in (os.environ.get("PYTHONPATH", ""), str(folder)) if x)
     return os.environ | {

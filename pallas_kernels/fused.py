@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from pallas_kernels.checks import require, require_array, require_backend
+from pallas_kernels.checks import require, require_array, require_number
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.metadata import Backend, default_backend
-from pallas_kernels.norms import HeadNorm, LateNorm
+from pallas_kernels.metadata import Backend, chosen_backend
+from pallas_kernels.norms import HeadNorm, LateNorm, require_angles, require_head_norm, require_late_norm
 from pallas_kernels.pages import PLAIN_DTYPES, QuantizedPages, require_kv_pages
 from pallas_kernels.triton import fused as triton
 
@@ -34,10 +34,10 @@ def rms_norm(
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
-    backend = _backend(backend)
+    backend = chosen_backend(backend)
     require_array(x, "x", (None, None), dtypes=PLAIN_DTYPES)
     require_array(scale, "scale", x.shape[1:], dtypes=PLAIN_DTYPES)
-    require(eps >= 0, "eps", "at least 0", eps)
+    require_number(eps, "eps", least=0)
     if backend in ("triton", "mosaic"):
         return triton.rms_norm(x, scale, eps=eps, interpret=interpret)
     x32 = x.astype(jnp.float32)
@@ -58,11 +58,11 @@ def add_rms_norm(
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
-    backend = _backend(backend)
+    backend = chosen_backend(backend)
     require_array(x, "x", (None, None), dtypes=PLAIN_DTYPES)
     require_array(y, "y", x.shape, dtypes=(x.dtype.name,))
     require_array(scale, "scale", x.shape[1:], dtypes=PLAIN_DTYPES)
-    require(eps >= 0, "eps", "at least 0", eps)
+    require_number(eps, "eps", least=0)
     if backend in ("triton", "mosaic"):
         return triton.add_rms_norm(x, y, scale, eps=eps, interpret=interpret)
     total = x + y
@@ -81,10 +81,10 @@ def silu_mul(
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    backend = _backend(backend)
+    backend = chosen_backend(backend)
     require_array(gate_up, "gate_up", (None, None), dtypes=PLAIN_DTYPES)
     require(gate_up.shape[1] % 2 == 0, "gate_up", "of an even number of columns", f"{gate_up.shape[1]}")
-    _require_late_norm(late_norm, *gate_up.shape)
+    require_late_norm(late_norm, *gate_up.shape)
     if backend in ("triton", "mosaic"):
         return triton.silu_mul(gate_up, late_norm, interpret=interpret)
     gate, up = jnp.split(_finished(gate_up, late_norm), 2, -1)
@@ -138,7 +138,7 @@ def rope_and_write_kv(
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
-    backend = _backend(backend)
+    backend = chosen_backend(backend)
     require(not isinstance(kv_pages, QuantizedPages), "kv_pages", "an array", "QuantizedPages")
     require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend)
     num_kv_heads, head_dim = kv_pages.shape[2:]
@@ -150,15 +150,11 @@ def rope_and_write_kv(
         f"of 2 * {num_kv_heads} heads and a multiple of {num_kv_heads} query heads",
         f"{qkv.shape[1]} heads",
     )
-    require(head_dim % 2 == 0, "qkv", "of an even head size", head_dim)
-    for name, table in (("cos", cos), ("sin", sin)):
-        require_array(table, name, (num_tokens, head_dim // 2), dtypes=("float32",))
+    require_angles(cos, sin, num_tokens, head_dim)
     for name, index in (("pages", pages), ("offsets", offsets)):
         require_array(index, name, (num_tokens,), dtypes=("int32",))
-    if head_norm is not None:
-        for name, scale in (("head_norm.q_scale", head_norm.q_scale), ("head_norm.k_scale", head_norm.k_scale)):
-            require_array(scale, name, (head_dim,), dtypes=("float32",))
-    _require_late_norm(late_norm, num_tokens, qkv.shape[1] * head_dim)
+    require_head_norm(head_norm, head_dim)
+    require_late_norm(late_norm, num_tokens, qkv.shape[1] * head_dim)
     if backend in ("triton", "mosaic"):
         rotated = triton.rope_and_write_kv(
             kv_pages,
@@ -203,18 +199,3 @@ def _finished(rows: Float[Array, "T N"], late_norm: LateNorm | None) -> Float32[
     x = late_norm.x.astype(jnp.float32)
     rows = rows * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + late_norm.eps)
     return rows if late_norm.bias is None else rows + late_norm.bias.astype(jnp.float32)
-
-
-def _require_late_norm(late_norm: LateNorm | None, num_rows: int, num_columns: int) -> None:
-    if late_norm is None:
-        return
-    require_array(late_norm.x, "late_norm.x", (num_rows, None), dtypes=PLAIN_DTYPES)
-    require(late_norm.eps >= 0, "late_norm.eps", "at least 0", late_norm.eps)
-    if late_norm.bias is not None:
-        require_array(late_norm.bias, "late_norm.bias", (num_columns,), dtypes=PLAIN_DTYPES)
-
-
-def _backend(backend: Backend | None) -> Backend:
-    backend = backend or default_backend()
-    require_backend(backend)
-    return backend

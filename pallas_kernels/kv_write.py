@@ -7,8 +7,8 @@ from typing import TypeVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels.checks import require_array, require_backend
-from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.checks import require_array
+from pallas_kernels.metadata import Backend, chosen_backend
 from pallas_kernels.pages import (
     PLAIN_DTYPES,
     QuantizedPages,
@@ -55,8 +55,7 @@ def write_kv(
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
-    backend = backend or default_backend()
-    require_backend(backend)
+    backend = chosen_backend(backend)
     require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend)
     values: Array = values_of(kv_pages)
     require_array(k, "k", (None, *values.shape[2:]), dtypes=PLAIN_DTYPES)

@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Int32
 
-from pallas_kernels.checks import require, require_array, require_backend, require_page_size
+from pallas_kernels.checks import BACKENDS, require, require_array, require_page_size
 from pallas_kernels.mosaic import MOSAIC_ROWS
 from pallas_kernels.native.ops import Tables
 from pallas_kernels.platform import platform
@@ -32,6 +32,9 @@ class AttentionMetadata:
         work: WorkLists for xla, TritonWork for triton and mosaic, Tables for native.
         num_tokens: T.
         page_size: positions in a page.
+        num_heads: H.
+        num_kv_heads: K.
+        head_dim: D. Tiles and splits follow from the heads, so layers that differ in them need one metadata each.
         window: positions that a query looks back on, itself included; None: all. The work lists skip what lies before
             the window, so layers that differ in it need one metadata each.
         decode_only: token i belongs to sequence i and there are no others.
@@ -41,6 +44,9 @@ class AttentionMetadata:
     work: WorkLists | TritonWork | Tables
     num_tokens: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
+    num_heads: int = dataclasses.field(metadata={"static": True})
+    num_kv_heads: int = dataclasses.field(metadata={"static": True})
+    head_dim: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
     decode_only: bool = dataclasses.field(metadata={"static": True})
     backend: Backend = dataclasses.field(metadata={"static": True})
@@ -49,6 +55,16 @@ class AttentionMetadata:
 def default_backend() -> Literal["xla", "triton"]:
     """The backend for the platform that jax runs on: triton on NVIDIA GPUs from Ampere on, xla elsewhere."""
     return "triton" if platform() == "gpu" and device_capability() >= (8, 0) else "xla"
+
+
+def chosen_backend(backend: Backend | None) -> Backend:
+    """What was asked for, or the default.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    require(backend is None or backend in BACKENDS, "backend", f"None or one of {', '.join(BACKENDS)}", repr(backend))
+    return default_backend() if backend is None else backend
 
 
 def attention_metadata(
@@ -84,13 +100,13 @@ def attention_metadata(
         one_path: single tokens go the way of chunks, in tiles whose shape is the same in every bucket, so that a
             token's bits don't depend on how the batch was cut. (The native backend has one way anyhow.)
         backend: None chooses by platform.
-        target: the GPU that tiles are chosen for (h200, h100, a100, l4); None: the one that jax runs on.
+        target: the GPU that tiles are chosen for (h200, h100, a100, l4), on backends triton and mosaic alone; None: the
+            one that jax runs on. Where it runs on a GPU, that one must have what the named one has.
 
     Raises:
         ValueError: a shape, dtype or number can't be; the message names the argument.
     """
-    backend = backend or default_backend()
-    require_backend(backend)
+    backend = chosen_backend(backend)
     require_array(block_tables, "block_tables", (None, None), dtypes=("int32",))
     num_seqs = block_tables.shape[0]
     require_array(context_lens, "context_lens", (num_seqs,), dtypes=("int32",))
@@ -99,13 +115,14 @@ def attention_metadata(
     require(num_tokens >= 1, "num_tokens", "at least 1", num_tokens)
     require(window is None or window >= 1, "window", "None or at least 1", window)
     require(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads)
-    require(num_heads % num_kv_heads == 0, "num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads)
+    whole = num_heads >= 1 and num_heads % num_kv_heads == 0
+    require(whole, "num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads)
     require(not one_path or backend != "mosaic", "one_path", "False for backend mosaic", one_path)
     if backend == "mosaic":
         group = num_heads // num_kv_heads
         require(group <= MOSAIC_ROWS, "num_heads", f"at most {MOSAIC_ROWS} a KV head for backend mosaic", num_heads)
     require(head_dim >= 1, "head_dim", "at least 1", head_dim)
-    require(target is None or target in TARGETS, "target", f"None or one of {', '.join(TARGETS)}", repr(target))
+    require_target(target, backend)
     if decode_only:
         require(num_tokens == num_seqs, "num_tokens", f"the number of sequences ({num_seqs}) of decodes", num_tokens)
     work: WorkLists | TritonWork | Tables
@@ -141,7 +158,21 @@ def attention_metadata(
         work=work,
         num_tokens=num_tokens,
         page_size=page_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         window=window,
         decode_only=decode_only,
         backend=backend,
     )
+
+
+def require_target(target: str | None, backend: Backend) -> None:
+    """Raise ValueError unless tiles for this target are what the backend uses and fit the GPU that is there."""
+    require(target is None or target in TARGETS, "target", f"None or one of {', '.join(TARGETS)}", repr(target))
+    if target is None:
+        return
+    require(backend in ("triton", "mosaic"), "target", f"None for backend {backend}", repr(target))
+    if platform() == "gpu":
+        wanted, here = TARGETS[target], default_target()
+        require(here.has_what(wanted), "target", f"None or one that fits the {here.device} there is", repr(target))

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.checks import require, require_array, require_number
+from pallas_kernels.pages import PLAIN_DTYPES
+
 
 class HeadNorm(NamedTuple):
     """RMSNorm of every query and key head before it is rotated, as in Qwen3."""
@@ -54,3 +57,38 @@ class RawQueries(NamedTuple):
     @property
     def dtype(self) -> Any:
         return self.qkv.dtype
+
+
+def require_angles(cos: Float32[Array, "T D/2"], sin: Float32[Array, "T D/2"], num_tokens: int, head_dim: int) -> None:
+    """Raise ValueError unless heads of ``head_dim`` can be rotated by these angles."""
+    require(head_dim % 2 == 0, "qkv", "of an even head size", head_dim)
+    for name, table in (("cos", cos), ("sin", sin)):
+        require_array(table, name, (num_tokens, head_dim // 2), dtypes=("float32",))
+
+
+def require_head_norm(head_norm: HeadNorm | None, head_dim: int) -> None:
+    """Raise ValueError unless it is a norm of heads of ``head_dim``, or None."""
+    if head_norm is None:
+        return
+    for name, scale in (("head_norm.q_scale", head_norm.q_scale), ("head_norm.k_scale", head_norm.k_scale)):
+        require_array(scale, name, (head_dim,), dtypes=("float32",))
+    require_number(head_norm.eps, "head_norm.eps", least=0)
+
+
+def require_late_norm(late_norm: LateNorm | None, num_rows: int, num_columns: int) -> None:
+    """Raise ValueError unless it is a norm of a product [num_rows, num_columns], or None."""
+    if late_norm is None:
+        return
+    require_array(late_norm.x, "late_norm.x", (num_rows, None), dtypes=PLAIN_DTYPES)
+    require_number(late_norm.eps, "late_norm.eps", least=0)
+    if late_norm.bias is not None:
+        require_array(late_norm.bias, "late_norm.bias", (num_columns,), dtypes=PLAIN_DTYPES)
+
+
+def require_raw_queries(q: RawQueries) -> None:
+    """Raise ValueError unless a kernel can finish the queries, whose ``qkv`` has three axes."""
+    num_tokens, heads, head_dim = q.qkv.shape
+    require(1 <= q.num_heads <= heads, "q.num_heads", f"from 1 to the {heads} heads of q.qkv", q.num_heads)
+    require_angles(q.cos, q.sin, num_tokens, head_dim)
+    require_head_norm(q.head_norm, head_dim)
+    require_late_norm(q.late_norm, num_tokens, heads * head_dim)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from pallas_kernels.checks import require, require_array, require_backend
-from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.checks import require, require_array
+from pallas_kernels.metadata import Backend, chosen_backend
 from pallas_kernels.triton import page_copy as triton
 
 Pool = TypeVar("Pool")
@@ -47,8 +47,7 @@ def copy_pages(
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    backend = backend or default_backend()
-    require_backend(backend)
+    backend = chosen_backend(backend)
     _require_pages(kv)
     require_array(sources, "sources", (None,), dtypes=("int32",))
     require_array(destinations, "destinations", sources.shape, dtypes=("int32",))
@@ -57,16 +56,25 @@ def copy_pages(
     return scatter_pages(kv, destinations, gather_pages(kv, sources))
 
 
-def gather_pages(kv: Pool, pages: Int32[Array, " M"]) -> Pool:
+def gather_pages(
+    kv: Pool, pages: Int32[Array, " M"], *, backend: Backend | None = None, interpret: bool = False
+) -> Pool:
     """Copies of some pages, [M, L, 2, page_size, K, D]: what leaves the device in a swap or a hand-off.
 
-    It is XLA's gather on every backend: one kernel at the memory's speed.
+    Arguments:
+        kv: the pool.
+        pages: page numbers.
+        backend: None is xla everywhere, whose gather is one kernel; triton's has not been timed against it.
+        interpret: run the triton kernel in Pallas's interpreter, on any platform.
 
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
+    backend = chosen_backend(backend or "xla")
     _require_pages(kv)
     require_array(pages, "pages", (None,), dtypes=("int32",))
+    if backend in ("triton", "mosaic"):
+        return jax.tree.map(lambda pool: triton.gather_pages(pool, pages, interpret=interpret), kv)
 
     # The pool seen as rows: XLA's CPU gather copies a row in one go, but an element of many dimensions at a time.
     def read(pool: Array) -> Array:
@@ -77,23 +85,30 @@ def gather_pages(kv: Pool, pages: Int32[Array, " M"]) -> Pool:
     return jax.tree.map(read, kv)
 
 
-def scatter_pages(kv: Pool, pages: Int32[Array, " M"], rows: Pool) -> Pool:
+def scatter_pages(
+    kv: Pool, pages: Int32[Array, " M"], rows: Pool, *, backend: Backend | None = None, interpret: bool = False
+) -> Pool:
     """Overwrite page ``pages[m]`` with ``rows[m]`` for every m, in place if ``kv`` is donated.
 
     Arguments:
         kv: the pool.
         pages: page numbers, each at most once; 0 is padding.
         rows: what :func:`gather_pages` returned, [M, L, 2, page_size, K, D].
+        backend: None is xla everywhere, as for :func:`gather_pages`.
+        interpret: run the triton kernel in Pallas's interpreter, on any platform.
 
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
+    backend = chosen_backend(backend or "xla")
     _require_pages(kv)
     require_array(pages, "pages", (None,), dtypes=("int32",))
     expected, given = str(jax.tree.structure(kv)), str(jax.tree.structure(rows))
     require(given == expected, "rows", f"of structure {expected}", given)
     for pool, new in zip(jax.tree.leaves(kv), jax.tree.leaves(rows), strict=True):
         require_array(new, "rows", (pages.shape[0], *pool.shape[1:]), dtypes=(jnp.dtype(pool.dtype).name,))
+    if backend in ("triton", "mosaic"):
+        return jax.tree.map(lambda pool, new: triton.scatter_pages(pool, pages, new, interpret=interpret), kv, rows)
 
     def write(pool: Array, new: Array) -> Array:
         # Fused with what made the rows, the scatter could read pages that it already wrote, and would copy the pool.

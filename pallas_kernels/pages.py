@@ -9,6 +9,7 @@ outliers from flattening the others.
 
 from __future__ import annotations
 
+import numbers
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -94,5 +95,7 @@ def require_kv_pages(kv_pages: KVPages, *, layer: object, num_layers: int, backe
         f"of a multiple of 2 * num_layers = {2 * num_layers} flat pages",
         f"{values.shape[0]} flat pages",
     )
-    if isinstance(layer, int):
-        require(0 <= layer < num_layers, "layer", f"in [0, {num_layers})", layer)
+    if isinstance(layer, numbers.Integral):
+        require(0 <= int(layer) < num_layers, "layer", f"in [0, {num_layers})", layer)
+    else:
+        require_array(jnp.asarray(layer), "layer", (), dtypes=("int32",))

@@ -37,6 +37,8 @@ def ragged_paged_attention(
     scale = head_dim**-0.5 if scale is None else scale
     out = np.zeros_like(q)
     for sequence, context in enumerate(np.asarray(context_lens)):
+        if context == 0:  # padding
+            continue
         start, end = query_starts[sequence : sequence + 2]
         table = np.asarray(block_tables)[sequence, : -(-context // page_size)]
         first = table * (2 * num_layers) + 2 * layer
@@ -54,6 +56,18 @@ def ragged_paged_attention(
                 total = weights.sum() + np.exp(sink - peak)
                 out[token, head] = weights @ values[seen, head // group] / total
     return out
+
+
+def decode_attention(
+    q: Shaped[np.ndarray, "S H D"],
+    kv_pages: Pages,
+    context_lens: Int32[np.ndarray, " S"],
+    block_tables: Int32[np.ndarray, "S P"],
+    **options: Any,
+) -> Float[np.ndarray, "S H D"]:
+    """:func:`pallas_kernels.decode_attention`; ``options`` as for :func:`ragged_paged_attention`."""
+    starts = np.arange(len(q) + 1, dtype=np.int32)
+    return ragged_paged_attention(q, kv_pages, starts, context_lens, block_tables, **options)
 
 
 def write_kv(
@@ -91,9 +105,32 @@ def copy_pages(
     return out
 
 
+def gather_pages(kv: Shaped[np.ndarray, "N ..."], pages: Int32[np.ndarray, " M"]) -> Shaped[np.ndarray, "M ..."]:
+    """:func:`pallas_kernels.gather_pages` of one array."""
+    return np.stack([kv[page] for page in pages])
+
+
+def scatter_pages(
+    kv: Shaped[np.ndarray, "N ..."], pages: Int32[np.ndarray, " M"], rows: Shaped[np.ndarray, "M ..."]
+) -> Shaped[np.ndarray, "N ..."]:
+    """:func:`pallas_kernels.scatter_pages` of one array, page after page, in a copy of it."""
+    out = np.array(kv)
+    for page, row in zip(pages, rows, strict=True):
+        out[page] = row
+    return out
+
+
 def rms_norm(x: Shaped[np.ndarray, "T E"], scale: Shaped[np.ndarray, " E"], *, eps: float) -> Float[np.ndarray, "T E"]:
     """:func:`pallas_kernels.rms_norm` in float64."""
     return _normed(x, eps) * np.asarray(scale).astype(np.float64)
+
+
+def add_rms_norm(
+    x: Shaped[np.ndarray, "T E"], y: Shaped[np.ndarray, "T E"], scale: Shaped[np.ndarray, " E"], *, eps: float
+) -> tuple[Float[np.ndarray, "T E"], Float[np.ndarray, "T E"]]:
+    """:func:`pallas_kernels.add_rms_norm` in float64."""
+    total = np.asarray(x).astype(np.float64) + np.asarray(y).astype(np.float64)
+    return total, rms_norm(total, scale, eps=eps)
 
 
 def silu_mul(gate_up: Shaped[np.ndarray, "T 2F"], *, late_norm: LateNorm | None = None) -> Float[np.ndarray, "T F"]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.checks import require_array, require_backend
-from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.checks import require_array
+from pallas_kernels.metadata import Backend, chosen_backend
 from pallas_kernels.triton import selection as triton
 from pallas_kernels.xla.threshold import kth_largest, mass_threshold
 
@@ -33,17 +33,19 @@ def least_kept_weight(
 
     Arguments:
         weights: at least 0 and at most 1. A row that holds NaN has no meaning.
-        top_k: 0, or V and more, keeps all (Fan et al. 2018).
-        top_p: the likeliest tokens whose share reaches it stay, the likeliest always; 1 keeps all (Holtzman et al.
-            2020).
-        backend: None chooses by platform.
+        top_k: 0 and less, or V and more, keeps all (Fan et al. 2018).
+        top_p: the likeliest tokens whose share reaches it stay, the likeliest always, which 0 and less leaves alone; 1
+            and more keeps all (Holtzman et al. 2020).
+        backend: None chooses by platform. triton and mosaic are the one kernel, xla and native the binary search.
         interpret: run the triton kernel in Pallas's interpreter, on any platform.
+
+    Returns:
+        The weight from which on a row's tokens are kept: ``weights >= result[:, None]`` are. 0 keeps all.
 
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    backend = backend or default_backend()
-    require_backend(backend)
+    backend = chosen_backend(backend)
     require_array(weights, "weights", (None, None), dtypes=("float32",))
     num_rows, size = weights.shape
     require_array(top_k, "top_k", (num_rows,), dtypes=("int32",))

@@ -20,17 +20,24 @@ from pallas_kernels.checks import require
 from pallas_kernels.mosaic import BLOCK, DTYPES, HEAD_DIMS, fits, has_api
 from pallas_kernels.mosaic import MOSAIC_ROWS as ROWS
 from pallas_kernels.pages import KVPages, QuantizedPages
+from pallas_kernels.platform import platform
 from pallas_kernels.triton import ragged as triton
 from pallas_kernels.triton.attend import LOG2_E, MASKED
+from pallas_kernels.triton.targets import device_capability
 from pallas_kernels.triton.work import QueryTiles, TritonWork
 
 STAGES = 2
 """Blocks in flight. Two of 64 positions at head size 256 are 131 KB of the 227 KB there are."""
 
+COLUMNS = 64
+"""Features of the values that are cleared at once: all of them would take as many registers as the result."""
+
 
 def require_supported(q: Float[Array, "T H D"], kv_pages: KVPages, sinks: Any | None) -> None:
     """Raise ValueError for what only the triton backend can do."""
     require(has_api(), "backend", "xla or triton on jax before 0.11", "'mosaic'")
+    hopper = platform() != "gpu" or device_capability() == (9, 0)
+    require(hopper, "backend", "xla or triton on a GPU that is no Hopper (compute capability 9.0)", "'mosaic'")
     require(not isinstance(kv_pages, QuantizedPages), "kv_pages", "plain for backend mosaic", "QuantizedPages")
     require(sinks is None, "sinks", "None for backend mosaic", "an array")
     assert not isinstance(kv_pages, QuantizedPages)
@@ -182,7 +189,7 @@ def _kernel(
     oldest = jnp.int32(0) if window is None else jnp.maximum(first - (window - 1), 0)
     begin = lax.div(oldest, jnp.int32(block))
     steps = jnp.maximum(lax.div(end + (block - 1), jnp.int32(block)) - begin, 0)
-    layout = plgpu.Layout.WGMMA
+    layout, interpreted = plgpu.Layout.WGMMA, weights_shared is not None
 
     def fetch(step: Any, slot: Any) -> None:
         for number in range(block // page_size):
@@ -232,10 +239,12 @@ def _kernel(
         @pl.when((base + block > end) | (base < oldest))
         def _clear() -> None:
             """What lies past the context or before the window may be NaN, and a weight of 0 would not hide it."""
-            index = plgpu.broadcasted_iota(jnp.int32, (block, head_dim), 0, layout=layout) + base
+            index = plgpu.broadcasted_iota(jnp.int32, (block, COLUMNS), 0, layout=layout) + base
             real = (index < end) & (index >= oldest)
-            values = plgpu.load(v_shared.at[slot], (), layout=layout).astype(jnp.float32)
-            v_shared[slot] = jnp.where(real, values, 0.0).astype(dtype)
+            for first_column in range(0, head_dim, COLUMNS):
+                place = v_shared.at[slot, :, pl.ds(first_column, COLUMNS)]
+                values = plgpu.load(place, (), layout=layout).astype(jnp.float32)
+                place[...] = jnp.where(real, values, 0.0).astype(dtype)
             plgpu.commit_smem()
 
         if weights_shared is not None:
@@ -244,10 +253,13 @@ def _kernel(
 
         def multiply_values(accumulator: Any) -> Any:
             plgpu.wgmma(accumulator, weights if weights_shared is None else weights_shared, v_shared.at[slot])
-            return accumulator[...]
+            return accumulator[...] if interpreted else None
 
-        summed = pl.run_scoped(multiply_values, plgpu.ACC((ROWS, head_dim), jnp.float32))
-        weighted = weighted * lax.broadcast_in_dim(keep, weighted.shape, [0]) + summed
+        weighted = weighted * lax.broadcast_in_dim(keep, weighted.shape, [0])
+        if interpreted:  # the interpreter has no product into what is there already
+            weighted = weighted + pl.run_scoped(multiply_values, plgpu.ACC(weighted.shape, jnp.float32))
+        else:  # beside a product of its own the registers don't hold a sum of 256 features
+            weighted = pl.run_state(multiply_values)(plgpu.ACC.init(weighted))
 
         @pl.when(step + STAGES < steps)
         def _next() -> None:

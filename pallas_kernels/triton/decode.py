@@ -3,7 +3,8 @@
 Flash-decoding (Dao et al. 2023), but for the splits: they follow from the contexts that are there. A row that is one
 split writes its result straight out, so a batch that fills the chip by itself has nothing to merge. Otherwise the
 splits of a row and KV head leave partial results and count themselves: the one that comes last finds all others' there.
-(Programs don't wait for each other, so it is all one in which order they run.)
+(Programs don't wait for each other, so it is all one in which order they run.) Query heads of a group that one program
+has no registers for are shared out to several, which read the same keys.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def attend_decodes(
 ) -> Float[Array, "T H D"]:
     """q with the rows of decodes replaced by their attention. Raw queries are all decodes. ``arrivals`` are zeros."""
     queries, eps = split(q)
-    num_heads, num_splits = q.shape[1], splits.sequence.shape[0]
+    num_heads, num_splits, parts = q.shape[1], splits.sequence.shape[0], pl.cdiv(shape.group, shape.rows)
     # Only the splits of rows that have several are ever written and read.
     partials = jax.ShapeDtypeStruct((num_splits, num_heads, shape.head_dim), jnp.float32)
     _, out, _, _ = pl.pallas_call(
-        functools.partial(_kernel, shape=shape, eps=eps, interpret=interpret),
-        grid=(num_splits, num_kv_heads),
+        functools.partial(_kernel, shape=shape, parts=parts, eps=eps, interpret=interpret),
+        grid=(num_splits, num_kv_heads, parts),
         out_shape=(
             jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
             jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -64,12 +65,12 @@ def attend_decodes(
     return out
 
 
-def _heads(kv_head: Any, group: int, rows: int, num_heads: int) -> tuple[Any, Any]:
-    """Query heads of a KV head and which rows are heads. Rows that aren't point past the last head: interpret mode
-    writes masked elements back as they were, and they must not be others' elements."""
+def _heads(kv_head: Any, group: int, begin: Any, rows: int, num_heads: int) -> tuple[Any, Any]:
+    """Query heads of a KV head from ``begin`` on and which rows are heads. Rows that aren't point past the last head:
+    interpret mode writes masked elements back as they were, and they must not be others' elements."""
     row = jnp.arange(rows)
-    is_head = row < group
-    return jnp.where(is_head, kv_head * group + row, num_heads + row), is_head
+    is_head = begin + row < group
+    return jnp.where(is_head, kv_head * group + begin + row, num_heads + row), is_head
 
 
 def _kernel(
@@ -84,17 +85,19 @@ def _kernel(
     log_weight_ref: Any,
     *,
     shape: Geometry,
+    parts: int,
     eps: Eps,
     interpret: bool,
 ) -> None:
-    """One split of one row and one KV head, and the merge of all of them if it is the last to end."""
-    entry, kv_head = pl.program_id(0), pl.program_id(1)
+    """One split of one row and one KV head, of which it may have a part of the query heads, and the merge of all of
+    them if it is the last to end."""
+    entry, kv_head, begin_head = pl.program_id(0), pl.program_id(1), pl.program_id(2) * shape.rows
     sequence = splits.sequence[entry]
 
     @pl.when(sequence < splits.counts.shape[0])
     def _attend() -> None:
         token, context, split = splits.tokens[sequence], splits.contexts[sequence], splits.split[entry]
-        head, is_head = _heads(kv_head, shape.group, shape.rows, out_ref.shape[1])
+        head, is_head = _heads(kv_head, shape.group, begin_head, shape.rows, out_ref.shape[1])
         feature = jnp.arange(shape.width)
         mask = is_head[:, None] & (feature < shape.head_dim)[None, :]
         q = load_queries(queries, eps, token, head, feature, shape.head_dim, is_head).astype(shape.dtype)
@@ -133,10 +136,12 @@ def _kernel(
                 plgpu.debug_barrier()
             arrived = plgpu.atomic_add(arrivals_ref, (token, kv_head), jnp.int32(1))
 
-            @pl.when(arrived == count - 1)
+            @pl.when(arrived == count * parts - 1)
             def _merge() -> None:
                 first = splits.first[sequence]
-                _merge_splits(partial_ref, log_weight_ref, out_ref, shape, token, kv_head, first=first, count=count)
+                for part in range(parts):
+                    of = (token, kv_head, part * shape.rows)
+                    _merge_splits(partial_ref, log_weight_ref, out_ref, shape, *of, first=first, count=count)
 
 
 def _merge_splits(
@@ -146,14 +151,15 @@ def _merge_splits(
     shape: Geometry,
     token: Any,
     kv_head: Any,
+    begin_head: int,
     *,
     first: Any,
     count: Any,
 ) -> None:
-    """All splits of one row and one KV head, some at a time."""
-    group, feature = pl.next_power_of_2(shape.group), jnp.arange(shape.width)
+    """All splits of one row and one KV head's query heads from ``begin_head`` on, some at a time."""
+    group, feature = min(pl.next_power_of_2(shape.group), shape.rows), jnp.arange(shape.width)
     at_once = max(1, MERGED_AT_ONCE // (group * shape.width))
-    head, is_head = _heads(kv_head, shape.group, group, out_ref.shape[1])
+    head, is_head = _heads(kv_head, shape.group, begin_head, group, out_ref.shape[1])
     mask = is_head[:, None] & (feature < shape.head_dim)[None, :]
 
     def add(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:

@@ -69,7 +69,7 @@ def attend_chunks(
 ) -> Float[Array, "T H D"]:
     """q with the rows of chunks replaced by their attention, and those of padding by 0."""
     kv, shape, tile = _prepare(q, kv_pages, work, work.chunk_tiles, interpret=interpret, **options)
-    tile_rows = work.chunk_tiles.narrow.rows
+    tile_rows = work.tile_rows
     return pl.pallas_call(
         functools.partial(_kernel, shape=shape, tile_rows=tile_rows, one_path=work.splits is None),
         grid=(tiles.sequence.shape[0], values_of(kv_pages).shape[2], pl.cdiv(tile_rows, tile.rows)),
@@ -116,7 +116,7 @@ def _prepare(
     quantized = isinstance(kv_pages, QuantizedPages)
     # 8-bit numbers are exact in bfloat16: they take the dtype of the queries.
     dtype = q.dtype if quantized else jnp.promote_types(q.dtype, values.dtype)
-    tile = tiles.of(dtype)
+    tile = tiles.of(dtype, values.dtype)
     require_fits(tile, work.target, head_dim=head_dim, dtype=dtype, kv_dtype=values.dtype)
     kv = KVRefs(
         values=values,

@@ -15,28 +15,43 @@ class Target:
 
     Arguments:
         name: key of the tile table.
+        device: what its maker calls it.
         compute_capability: major and minor.
         shared_memory_bytes: most that one program may ask for.
         num_cores: streaming multiprocessors.
     """
 
     name: str
+    device: str
     compute_capability: tuple[int, int]
     shared_memory_bytes: int
     num_cores: int
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether it converts float8_e4m3fn: Ada and Hopper were the first to."""
+        return self.compute_capability >= (8, 9)
+
+    def has_what(self, other: Target) -> bool:
+        """Whether it runs a program whose tiles were chosen for another."""
+        return (
+            self.shared_memory_bytes >= other.shared_memory_bytes
+            and self.compute_capability >= other.compute_capability
+        )
+
 
 TARGETS = {
     # NVIDIA's CUDA programming guide, table "technical specifications per compute capability", and the data sheets.
-    "h200": Target("h200", (9, 0), 232_448, 132),
-    "h100": Target("h100", (9, 0), 232_448, 132),
-    "a100": Target("a100", (8, 0), 166_912, 108),
-    "l4": Target("l4", (8, 9), 101_376, 58),
+    "h200": Target("h200", "NVIDIA H200", (9, 0), 232_448, 132),
+    "h100": Target("h100", "NVIDIA H100", (9, 0), 232_448, 132),
+    "a100": Target("a100", "NVIDIA A100", (8, 0), 166_912, 108),
+    "l4": Target("l4", "NVIDIA L4", (8, 9), 101_376, 58),
 }
 
 
 def default_target() -> Target:
-    """The entry for the GPU that a program is traced for: the same card, or the one with as little shared memory.
+    """The entry for the GPU that a program is traced for: the same card, or the tiles and the shared memory of the one
+    with as little, under its own name and with what its own compute capability brings.
 
     Without a GPU (kernels in the interpreter) it is an H200 with one core: the interpreter runs one program at a time.
     """
@@ -44,9 +59,8 @@ def default_target() -> Target:
         return dataclasses.replace(TARGETS["h200"], num_cores=1)
     if (named := _named()) is not None:
         return named
-    if device_capability() in ((9, 0), (10, 0), (10, 3)):
-        return TARGETS["h100"]
-    return TARGETS["a100" if device_capability() == (8, 0) else "l4"]
+    alike = {(9, 0): "h100", (10, 0): "h100", (10, 3): "h100", (8, 0): "a100"}.get(device_capability(), "l4")
+    return dataclasses.replace(TARGETS[alike], device=device_kind(), compute_capability=device_capability())
 
 
 def device_capability() -> tuple[int, int]:

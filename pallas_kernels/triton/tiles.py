@@ -19,23 +19,36 @@ class TileShape(NamedTuple):
         block: KV positions of one product.
         num_warps: warps of a program.
         num_stages: KV blocks in flight.
+        most_rows: of a decode, whose program has all query heads of a KV head, if they are no more than these; None:
+            ``rows``. Programs share the heads of a larger group.
     """
 
     rows: int
     block: int
     num_warps: int
     num_stages: int
+    most_rows: int | None = None
+
+    def of_group(self, group: int) -> TileShape:
+        """The tile of a decode with ``group`` query heads a KV head."""
+        most = self.most_rows or self.rows
+        return self._replace(rows=min(max(self.rows, pl.next_power_of_2(group)), most))
 
 
 class Tiles(NamedTuple):
-    """Tiles by what the products run in. ``narrow``: elements of at most 2 bytes."""
+    """Tiles by what the products run in. ``narrow``: elements of at most 2 bytes. ``float32_of_8_bits``: over 8-bit
+    pages, where that differs from other float32."""
 
     narrow: TileShape
     float32: TileShape
+    float32_of_8_bits: TileShape | None = None
 
-    def of(self, dtype: DTypeLike) -> TileShape:
-        """The tile for products in ``dtype``."""
-        return self.float32 if jnp.dtype(dtype).itemsize == 4 else self.narrow
+    def of(self, dtype: DTypeLike, kv_dtype: DTypeLike) -> TileShape:
+        """The tile for products in ``dtype`` over pages of ``kv_dtype``."""
+        if jnp.dtype(dtype).itemsize <= 2:
+            return self.narrow
+        of_8_bits = self.float32_of_8_bits if jnp.dtype(kv_dtype).itemsize == 1 else None
+        return of_8_bits or self.float32
 
 
 Table = dict[int, Tiles]
@@ -49,13 +62,15 @@ FLOAT32_CHUNKS = {
     # 32 rows spill 960 bytes even in 8 warps.
     256: TileShape(rows=16, block=16, num_warps=8, num_stages=2),
 }
+FLOAT32_OF_8_BITS = TileShape(rows=16, block=16, num_warps=8, num_stages=1)
+"""Chunks of head size 256: a converted block in flight made them spill 20 bytes, without it is 4 (16 warps: 2,100)."""
 HOPPER_CHUNKS: Table = {
     # 64 rows are one wgmma, 16 a warp. bfloat16 compiles to 128 registers at head size 64 and 212 at 128, without
     # spills, and 40 and 80 KB of shared memory: two or more programs a core.
     64: Tiles(TileShape(rows=64, block=64, num_warps=4, num_stages=2), FLOAT32_CHUNKS[64]),
     128: Tiles(TileShape(rows=64, block=64, num_warps=4, num_stages=2), FLOAT32_CHUNKS[128]),
     # Half the block: 64 positions would take 160 KB, one program a core.
-    256: Tiles(TileShape(rows=64, block=32, num_warps=4, num_stages=2), FLOAT32_CHUNKS[256]),
+    256: Tiles(TileShape(rows=64, block=32, num_warps=4, num_stages=2), FLOAT32_CHUNKS[256], FLOAT32_OF_8_BITS),
 }
 AMPERE_CHUNKS: Table = {
     # mma takes the queries from registers: at head size 128 a block of 64 takes 255 and spills 28 bytes on an L4, one
@@ -64,20 +79,20 @@ AMPERE_CHUNKS: Table = {
     128: Tiles(TileShape(rows=64, block=32, num_warps=4, num_stages=2), FLOAT32_CHUNKS[128]),
     # 64 rows x 256 features of the result fill the registers of 4 warps, 8 take 172 to 178; a block of 64 asks for
     # 106,496 bytes of shared memory, and an L4 has 101,376.
-    256: Tiles(TileShape(rows=64, block=32, num_warps=8, num_stages=2), FLOAT32_CHUNKS[256]),
+    256: Tiles(TileShape(rows=64, block=32, num_warps=8, num_stages=2), FLOAT32_CHUNKS[256], FLOAT32_OF_8_BITS),
 }
 DECODES: Table = {
     # One token a tile: the products are mostly padding and the time goes into loads. Page numbers take a stage of the
     # pipeline, so three stages keep one block in flight: with 4 programs of 38 KB a core that is twice the bytes that a
-    # core of an H200 has to have under way (4.8 TB/s x 0.7 us / 132 = 25 KB). 72 and 107 registers for bfloat16,
-    # the merge included: 4 programs of 128 threads fit.
-    128: Tiles(
-        TileShape(rows=16, block=64, num_warps=4, num_stages=3), TileShape(rows=16, block=16, num_warps=4, num_stages=3)
-    ),
-    # As many bytes in half the positions. float32 in 4 warps spills 28 bytes, in 8 it takes 249 registers.
-    256: Tiles(
-        TileShape(rows=16, block=32, num_warps=4, num_stages=3), TileShape(rows=16, block=16, num_warps=8, num_stages=3)
-    ),
+    # core of an H200 has to have under way (4.8 TB/s x 0.7 us / 132 = 25 KB). 72 and 107 registers for bfloat16 at head
+    # sizes 64 and 128, the merge included: 4 programs of 128 threads fit.
+    # Larger groups have as many rows as the registers hold (71 query heads a KV head: 128 rows of head size 128 spilled
+    # 28 bytes, of 256 4,916): 128 of 64 features take 250 registers on an L4, 64 of 128 take 249; float32 has half.
+    64: Tiles(TileShape(16, 64, 4, 3, most_rows=128), TileShape(16, 16, 4, 3, most_rows=64)),
+    128: Tiles(TileShape(16, 64, 4, 3, most_rows=64), TileShape(16, 16, 4, 3, most_rows=32)),
+    # As many bytes in half the positions. float32 in 4 warps spills 28 bytes, in 8 it takes 249 registers, with no room
+    # for another row.
+    256: Tiles(TileShape(16, 32, 4, 3, most_rows=32), TileShape(16, 16, 8, 3)),
 }
 
 CHUNK_TILES = {"h200": HOPPER_CHUNKS, "h100": HOPPER_CHUNKS, "a100": AMPERE_CHUNKS, "l4": AMPERE_CHUNKS}
@@ -87,18 +102,14 @@ DECODE_TILES = {"h200": DECODES, "h100": DECODES, "a100": DECODES, "l4": DECODES
 
 
 def tile_shapes(target: Target, head_dim: int, group: int, *, decode: bool) -> Tiles:
-    """The tiles for heads of ``head_dim``, ``group`` query heads a KV head. A single token is in one program; of a
-    chunk, a program of float32 may have part of a tile's rows."""
+    """The tiles for heads of ``head_dim``, ``group`` query heads a KV head. A program may have part of a query tile's
+    rows, or part of a decode's heads."""
     table = (DECODE_TILES if decode else CHUNK_TILES)[target.name]
     served = [largest for largest in table if head_dim <= largest]
     if not served:
         raise ValueError(f"head_dim must be at most {max(table)} for backend triton, got {head_dim}")
-    narrow, float32 = table[min(served)]
-    least = pl.next_power_of_2(group)
-    return Tiles(
-        narrow._replace(rows=max(narrow.rows, least)),
-        float32._replace(rows=max(float32.rows, least)) if decode else float32,
-    )
+    tiles = table[min(served)]
+    return Tiles(*(tile and tile.of_group(group) for tile in tiles)) if decode else tiles
 
 
 def require_fits(shape: TileShape, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike) -> None:
@@ -107,14 +118,15 @@ def require_fits(shape: TileShape, target: Target, *, head_dim: int, dtype: DTyp
     Raises:
         ValueError: the tile asks for more shared memory than the target has, or the target can't read the pages.
     """
-    if jnp.dtype(kv_dtype).name == "float8_e4m3fn" and target.compute_capability < (8, 9):
+    if jnp.dtype(kv_dtype).name == "float8_e4m3fn" and not target.has_float8:
         raise ValueError(
-            f"kv_pages must be of dtype int8 on an {target.name.upper()}: it has no float8 numbers, got {kv_dtype}"
+            f"kv_pages must be of dtype int8 on an {target.device}: it has no float8 numbers (compute capability "
+            f"{'.'.join(map(str, target.compute_capability))}, 8.9 and later have them), got {kv_dtype}"
         )
     asked = shared_memory_bytes(shape, target, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
     if asked > target.shared_memory_bytes:
         raise ValueError(
-            f"the tile must fit the {target.shared_memory_bytes:,} bytes of shared memory of an {target.name.upper()}, "
+            f"the tile must fit the {target.shared_memory_bytes:,} bytes of shared memory of an {target.device}, "
             f"got {asked:,} bytes for {shape} at head size {head_dim}: take fewer rows, a shorter block or fewer stages"
         )
 
@@ -122,15 +134,18 @@ def require_fits(shape: TileShape, target: Target, *, head_dim: int, dtype: DTyp
 def shared_memory_bytes(
     shape: TileShape, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike
 ) -> int:
-    """Most shared memory that Triton asks for, as the compile report finds it: queries, weights, and blocks in flight.
+    """Most shared memory that Triton asks for, to which the compile report holds it: queries, weights, page numbers,
+    and blocks in flight.
 
     Hopper's wgmma takes the weights from registers and keeps a block more in flight than the mma of other tiles.
     8-bit pages are converted on the way into a product, which holds the converted block beside those in flight.
+    Queries and weights of float32 are there twice: as TF32, and what that leaves of them.
     """
     itemsize, kv_bytes = jnp.dtype(dtype).itemsize, jnp.dtype(kv_dtype).itemsize
     width, block = pl.next_power_of_2(head_dim), shape.block
     wgmma = target.compute_capability == (9, 0) and shape.rows >= 64 and itemsize == 2
-    queries = shape.rows * (width if wgmma else width + block) * itemsize
-    in_flight = shape.num_stages if wgmma else max(1, shape.num_stages - 1)
+    queries = shape.rows * (width if wgmma else width + block) * itemsize * (2 if itemsize == 4 else 1)
+    in_flight = shape.num_stages if wgmma else max(2 if itemsize == 4 else 1, shape.num_stages - 1)
     converted = 2 * block * width * itemsize if kv_bytes == 1 else 0
-    return queries + in_flight * 2 * block * width * kv_bytes + converted
+    page_numbers = shape.num_stages * block * 4
+    return queries + in_flight * 2 * block * width * kv_bytes + converted + page_numbers

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32
 
 from pallas_kernels.triton.targets import Target, default_target
@@ -76,7 +77,8 @@ class TritonWork:
         splits: work of the sequences with one token; None where they are tiles too.
         block_tables: page numbers of the sequences.
         target: what the tile shapes were chosen for.
-        chunk_tiles: tile shapes of the chunks. Query tiles have the rows of the narrow one.
+        tile_rows: token x head rows of a query tile, which one or several programs have.
+        chunk_tiles: tile shapes of the chunks.
         decode_tiles: tile shapes of the decodes.
     """
 
@@ -84,6 +86,7 @@ class TritonWork:
     splits: DecodeSplits | None
     block_tables: Int32[Array, "S P"]
     target: Target = dataclasses.field(metadata={"static": True})
+    tile_rows: int = dataclasses.field(metadata={"static": True})
     chunk_tiles: Tiles = dataclasses.field(metadata={"static": True})
     decode_tiles: Tiles = dataclasses.field(metadata={"static": True})
 
@@ -103,14 +106,16 @@ def triton_work(
     one_path: bool = False,
     rows: int | None = None,
 ) -> TritonWork:
-    """Cut a step into tiles and splits. ``rows`` of a query tile; None: what the tile table says."""
+    """Cut a step into tiles and splits. ``rows`` of a query tile; None: what the tile table says, and room for all
+    heads of a group."""
     group = num_heads // num_kv_heads
     chunk_tiles = tile_shapes(target, head_dim, group, decode=False)
-    rows = rows or chunk_tiles.narrow.rows
+    rows = rows or max(chunk_tiles.narrow.rows, pl.next_power_of_2(group))
     shared: dict[str, Any] = {
         "block_tables": block_tables,
         "target": target,
-        "chunk_tiles": chunk_tiles._replace(narrow=chunk_tiles.narrow._replace(rows=rows)),
+        "tile_rows": rows,
+        "chunk_tiles": chunk_tiles,
         "decode_tiles": tile_shapes(target, head_dim, group, decode=True),
     }
     if one_path:

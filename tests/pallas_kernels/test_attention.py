@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pallas_kernels.batches import Batch, ragged_batch, relative_error
+from tests.pallas_kernels.pairwise import Row, all_pairs, pairs
 
 BACKENDS = ["xla", "triton"]
 TOLERANCE = {"float32": 1e-6, "float16": 1e-2, "bfloat16": 1e-2}
@@ -48,37 +50,55 @@ def test_ragged_batch(backend, seqs, shared_pages):
     assert_matches_reference(batch, backend)
 
 
-FEATURES = [
-    # heads, head_dim, page_size, window, soft_cap, sinks, dtype, kv_dtype, decode_only
-    ((9, 3), 64, 16, 20, 30.0, False, "float32", None, False),
-    ((12, 2), 128, 32, None, None, True, "bfloat16", None, False),
-    ((71, 1), 64, 16, None, 5.0, False, "float16", None, True),
-    ((6, 2), 80, 8, 40, None, True, "float32", "bfloat16", False),
-    ((8, 8), 16, 128, 150, 2.0, True, "float32", None, True),
-    ((28, 4), 96, 64, None, 3.0, False, "float32", "int8", False),
-    ((2, 1), 256, 64, 33, None, True, "bfloat16", "float8_e4m3fn", True),
-    ((4, 1), 32, 16, None, None, False, "bfloat16", "int8", True),
-]
-"""Every feature beside several others."""
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "backend": ("xla", "triton"),
+    "heads": ((4, 4), (9, 3), (12, 2), (28, 4), (71, 1)),
+    "head_dim": (16, 64, 80, 96, 128, 256),
+    "page_size": (16, 32, 64, 128),
+    "window": (None, 20, 150),
+    "soft_cap": (None, 5.0),
+    "sinks": (False, True),
+    "scale": (None, 0.3),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "kv_dtype": ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn"),
+    "decode_only": (False, True),
+    "one_path": (False, True),
+}
+TABLE = all_pairs(FEATURES)
+"""Every value of a feature beside every value of every other one. The first rows hold six of seven pairs."""
+ALWAYS = 16
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("heads, head_dim, page_size, window, soft_cap, sinks, dtype, kv_dtype, decode_only", FEATURES)
-def test_features(backend, heads, head_dim, page_size, window, soft_cap, sinks, dtype, kv_dtype, decode_only):
-    batch = ragged_batch(
-        [(1, 1), (1, 130), (1, 300), (1, 16)] if decode_only else [(7, 7), (1, 300), (20, 55), (1, 1)],
-        heads=heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        window=window,
-        sinks=sinks,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        decode_only=decode_only,
-        num_seqs=5,
-        num_tokens=5 if decode_only else 40,
-    )
-    assert_matches_reference(batch, backend, soft_cap=soft_cap)
+def words(row: Row) -> str:
+    return " ".join(f"{name}={value}".replace(" ", "") for name, value in row.items())
+
+
+def batch_of(row: Row, *, longest: int = 300) -> Batch:
+    """A batch with a row's features: short contexts and long ones, chunks between decodes, a padding row."""
+    decode_only = row["decode_only"]
+    seqs = [(1, 1), (1, 130), (1, longest), (1, 16)] if decode_only else [(7, 7), (1, longest), (20, 55), (1, 1)]
+    names = ("heads", "head_dim", "page_size", "window", "sinks", "dtype", "kv_dtype")
+    options = {name: row[name] for name in names}
+    num_tokens = 5 if decode_only else 40
+    return ragged_batch(seqs, decode_only=decode_only, num_seqs=5, num_tokens=num_tokens, **options)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=words(row), marks=[pytest.mark.slow] * (i >= ALWAYS)) for i, row in enumerate(TABLE)],
+)
+def test_features(row):
+    options = {name: row[name] for name in ("soft_cap", "scale", "one_path")}
+    assert_matches_reference(batch_of(row), row["backend"], **options)
+
+
+def test_the_table_of_features_holds_every_pair_and_its_beginning_every_value():
+    values = list(itertools.chain(*([(name, value) for value in values] for name, values in FEATURES.items())))
+    wanted = {pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0]}
+    assert {pair for row in TABLE for pair in pairs(row)} == wanted
+    beginning = {pair for row in TABLE[:ALWAYS] for pair in pairs(row)}
+    assert len(beginning) > 0.85 * len(wanted)
+    assert {value for pair in beginning for value in pair} == set(values)
 
 
 @pytest.mark.parametrize("kv_dtype", ["uint16", "uint8"])

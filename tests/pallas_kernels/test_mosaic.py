@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,9 +21,9 @@ OLD = tuple(int(x) for x in jax.__version__.split(".")[:2]) < (0, 11)
 needs_interpreter = pytest.mark.skipif(OLD, reason="Mosaic's interpreter is public and complete from jax 0.11 on")
 
 
-def run(batch: Batch, soft_cap: float | None, interpret: Any) -> np.ndarray:
-    got = attend(
-        *batch.arrays,
+def call(batch: Batch, soft_cap: float | None, interpret: Any) -> Callable[..., jax.Array]:
+    return functools.partial(
+        attend,
         layer=batch.layer,
         num_layers=batch.num_layers,
         scale=None,
@@ -31,7 +33,10 @@ def run(batch: Batch, soft_cap: float | None, interpret: Any) -> np.ndarray:
         backend="mosaic",
         interpret=interpret,
     )
-    return np.asarray(got)
+
+
+def run(batch: Batch, soft_cap: float | None, interpret: Any) -> np.ndarray:
+    return np.asarray(call(batch, soft_cap, interpret)(*batch.arrays))
 
 
 def attend_with_races(batch: Batch, soft_cap: float | None = None) -> np.ndarray:
@@ -80,6 +85,9 @@ def test_what_it_cannot_do_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             attend_with_races(wrong)
+    fine = ragged_batch([(5, 9)], dtype="bfloat16", head_dim=64)
+    with on("NVIDIA A100-SXM4-80GB"), pytest.raises(ValueError, match=r"backend must be .* no Hopper .* got 'mosaic'"):
+        jax.eval_shape(call(fine, None, False), *fine.arrays)
 
 
 @pytest.mark.skipif(not OLD, reason="jax has the API")

@@ -22,6 +22,9 @@ COPIES = {
 }
 
 
+INTERPRETED = {"xla": {"backend": "xla"}, "triton": {"backend": "triton", "interpret": True}}
+
+
 def pool(dtype: str, seed: int = 0) -> np.ndarray:
     values = np.random.default_rng(seed).integers(0, 250, SHAPE)
     return values.astype(jnp.dtype(dtype))
@@ -35,6 +38,20 @@ def test_destinations_hold_their_sources_and_nothing_else_changes(backend, dtype
     want = reference.copy_pages(before, SOURCES, DESTINATIONS)
     np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
     assert (want[9] == before[3]).all() and (want[1] != before[1]).any()
+
+
+@pytest.mark.parametrize("backend", INTERPRETED)
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "float8_e4m3fn"])
+def test_pages_leave_the_pool_and_come_into_it(backend, dtype):
+    """As in a swap: nothing else changes, but for the trash page, where padding goes."""
+    before, other = pool(dtype), pool(dtype, seed=1)[: len(DESTINATIONS)]
+    options = INTERPRETED[backend]
+    taken = np.asarray(jax.jit(functools.partial(gather_pages, **options))(before, SOURCES))
+    np.testing.assert_array_equal(taken.view(np.uint8), reference.gather_pages(before, SOURCES).view(np.uint8))
+    written = np.asarray(jax.jit(functools.partial(scatter_pages, **options))(before, DESTINATIONS, other))
+    want = reference.scatter_pages(before, DESTINATIONS, other)
+    np.testing.assert_array_equal(written[1:].view(np.uint8), want[1:].view(np.uint8))
+    assert (want[9] == other[1]).all() and (want[9].view(np.uint8) != before[9].view(np.uint8)).any()
 
 
 def test_a_page_may_be_overwritten_after_it_was_read():
@@ -79,6 +96,10 @@ def test_wrong_arguments_are_refused():
         copy_pages(kv, SOURCES.astype(np.float32), DESTINATIONS)
     with pytest.raises(ValueError, match="backend must be None or one of xla, triton, mosaic, native, got 'cuda'"):
         copy_pages(kv, SOURCES, DESTINATIONS, backend="cuda")
+    with pytest.raises(ValueError, match="backend must be None or one of xla, triton, mosaic, native, got 'cuda'"):
+        gather_pages(kv, SOURCES, backend="cuda")
+    with pytest.raises(ValueError, match="backend must be None or one of xla, triton, mosaic, native, got 'cuda'"):
+        scatter_pages(kv, DESTINATIONS, kv[:5], backend="cuda")
     with pytest.raises(ValueError, match=r"rows must be of shape \[5, 3, 2, 8, 3, 20\], got shape \[4, 3, 2, 8, 3, 20"):
         scatter_pages(kv, DESTINATIONS, kv[:4])
     with pytest.raises(ValueError, match="rows must be of dtype float32, got float16"):

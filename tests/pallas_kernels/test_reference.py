@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import numpy as np
 
+import pallas_kernels
+from pallas_kernels import reference
 from tests.pallas_kernels.batches import ragged_batch
 
 
@@ -40,3 +43,23 @@ def test_a_soft_cap_flattens_the_weights():
     mean = values_seen(batch, 0, np.arange(30)).mean(0)
     np.testing.assert_allclose(batch.expected(soft_cap=1e-6)[0], mean, rtol=1e-4, atol=1e-5)
     assert np.abs(batch.expected()[0] - mean).max() > 0.1
+
+
+def test_every_public_function_takes_a_backend_and_has_its_twin_here():
+    public = {name: getattr(pallas_kernels, name) for name in pallas_kernels.__all__}
+    functions = {name: each for name, each in public.items() if inspect.isfunction(each)}
+    assert {"ragged_paged_attention", "gather_pages", "add_rms_norm"} < functions.keys()
+    without_twin = {name for name in functions if not hasattr(reference, name)}
+    assert without_twin == {"attention_metadata", "default_backend"}, "work lists, which no other code shares"
+    assert all(
+        "backend" in inspect.signature(each).parameters for name, each in functions.items() if name != "default_backend"
+    )
+
+
+def test_decodes_are_the_ragged_batch_of_one_token_each():
+    batch = ragged_batch([(1, 30), (1, 1)], decode_only=True, num_seqs=3)
+    got = reference.decode_attention(
+        batch.q, batch.kv_pages, batch.context_lens, batch.block_tables, layer=batch.layer, num_layers=batch.num_layers
+    )
+    np.testing.assert_array_equal(got, batch.expected())
+    assert not got[2].any(), "padding"

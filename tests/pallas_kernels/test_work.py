@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from pallas_kernels.triton.targets import TARGETS
 from pallas_kernels.triton.tiles import require_fits, tile_shapes
-from pallas_kernels.triton.work import LEAST_SPLIT, decode_splits, query_tiles
+from pallas_kernels.triton.work import LEAST_SPLIT, decode_splits, query_tiles, triton_work
 from pallas_kernels.xla.work import BLOCK, CHUNK_ROWS, work_lists
 
 CONTEXTS = [300, 0, 20, 128, 1, 129]
@@ -135,8 +136,38 @@ def test_short_contexts_are_not_split_and_chunks_have_no_split():
     assert splits.counts.tolist() == [1, 0, 1]
 
 
-def test_a_tile_has_room_for_all_heads_of_a_group():
-    assert [tile.rows for tile in tile_shapes(TARGETS["h200"], 64, 71, decode=True)] == [128, 128]
+def test_a_decode_has_all_heads_of_a_group_or_shares_them():
+    """71 query heads a KV head: a program of head size 64 has room for them, others have a part."""
+    for head_dim, group, rows in ((64, 71, [128, 64]), (128, 71, [64, 32]), (256, 71, [32, 16]), (128, 28, [32, 32])):
+        assert [tile.rows for tile in tile_shapes(TARGETS["h200"], head_dim, group, decode=True)[:2]] == rows
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 8, 71, 128])
+def test_every_tile_of_the_tables_fits_its_target(target, head_dim, group):
+    dtypes = [("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float32", "float32"), ("float32", "int8")]
+    for decode, (dtype, kv_dtype) in itertools.product((False, True), dtypes):
+        tile = tile_shapes(TARGETS[target], head_dim, group, decode=decode).of(dtype, kv_dtype)
+        require_fits(tile, TARGETS[target], head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def test_a_query_tile_has_room_for_a_token_of_a_large_group():
+    starts, contexts = jnp.array([0, 3], jnp.int32), jnp.array([9], jnp.int32)
+    for group, rows in ((3, 64), (71, 128), (200, 256)):
+        work = triton_work(
+            starts,
+            contexts,
+            jnp.zeros((1, 4), jnp.int32),
+            num_tokens=4,
+            num_heads=group,
+            num_kv_heads=1,
+            head_dim=64,
+            window=None,
+            decode_only=False,
+            target=TARGETS["h200"],
+        )
+        assert work.tile_rows == rows and work.chunk_tiles.narrow.rows == 64
 
 
 def test_head_sizes_without_a_tile_are_refused():
@@ -146,13 +177,21 @@ def test_head_sizes_without_a_tile_are_refused():
 
 def test_a_tile_that_does_not_fit_is_refused():
     l4 = TARGETS["l4"]
-    tile = tile_shapes(l4, 256, 4, decode=False).of("bfloat16")
+    tile = tile_shapes(l4, 256, 4, decode=False).of("bfloat16", "bfloat16")
     require_fits(tile, l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"must fit the 101,376 bytes of shared memory of an L4, got 1[0-9,]+ bytes"):
+    with pytest.raises(
+        ValueError, match=r"must fit the 101,376 bytes of shared memory of an NVIDIA L4, got 1[0-9,]+ bytes"
+    ):
         require_fits(tile._replace(block=128), l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16")
 
 
 def test_float8_pages_are_refused_where_there_is_no_float8():
-    tile = tile_shapes(TARGETS["a100"], 64, 4, decode=True).of("bfloat16")
-    with pytest.raises(ValueError, match="kv_pages must be of dtype int8 on an A100: it has no float8 numbers"):
+    """Capability 8.6 has an L4's tiles and lacks its float8."""
+    a10 = dataclasses.replace(TARGETS["l4"], device="NVIDIA A10", compute_capability=(8, 6))
+    tile = tile_shapes(a10, 64, 4, decode=True).of("bfloat16", "bfloat16")
+    require_fits(tile, TARGETS["l4"], head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    with pytest.raises(ValueError, match=r"int8 on an NVIDIA A10: it has no float8 numbers \(compute capability 8\.6"):
+        require_fits(tile, a10, head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    tile = tile_shapes(TARGETS["a100"], 64, 4, decode=True).of("bfloat16", "bfloat16")
+    with pytest.raises(ValueError, match="kv_pages must be of dtype int8 on an NVIDIA A100: it has no float8 numbers"):
         require_fits(tile, TARGETS["a100"], head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
