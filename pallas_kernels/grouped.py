@@ -18,8 +18,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
-from pallas_kernels.checks import require_array, require_backend
-from pallas_kernels.metadata import Backend, default_backend
+from pallas_kernels.checks import require, require_array
+from pallas_kernels.metadata import Backend, chosen_backend
 from pallas_kernels.pages import PLAIN_DTYPES
 from pallas_kernels.triton import grouped as triton
 from pallas_kernels.xla import grouped as xla
@@ -69,8 +69,8 @@ def grouped_product(
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
     """
-    backend = default_backend() if backend is None else backend
-    require_backend(backend, ("xla", "triton", "mosaic"))
+    backend = chosen_backend(backend)
+    require(backend != "native", "backend", "xla, triton or mosaic", "native")
     require_array(kernels, "kernels", (None, None, None), dtypes=PLAIN_DTYPES)
     G, _, I = kernels.shape  # noqa: E741  # the letter of the shape
     require_array(x, "x", (None, I), dtypes=PLAIN_DTYPES)
