@@ -70,7 +70,7 @@ def grouped_product(
         ValueError: a shape or dtype can't be; the message names the argument.
     """
     backend = chosen_backend(backend)
-    require(backend != "native", "backend", "xla, triton or mosaic", "native")
+    require(backend != "native", "backend", "None or one of xla, triton, mosaic", repr(backend))
     require_array(kernels, "kernels", (None, None, None), dtypes=PLAIN_DTYPES)
     G, _, I = kernels.shape  # noqa: E741  # the letter of the shape
     require_array(x, "x", (None, I), dtypes=PLAIN_DTYPES)
