@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from bench.common import (
@@ -167,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
         else read(args.workload)
     )
     buckets = list(process.runner.buckets)
-    speeds, runner = Speeds.measure(), process.runner
+    runner = process.runner
+    speeds = Speeds.measure(jnp.dtype(runner.params["embed"]["embedding"].dtype))
     plans = {bucket: full_plan(bucket, runner.shape, args.context) for bucket in buckets}
     kv_bytes_per_token = runner.kv_bytes // (runner.shape.num_pages + 1) // runner.shape.page_size
     work = {bucket: Work.of(plan, runner.spec, runner.params, kv_bytes_per_token) for bucket, plan in plans.items()}
@@ -270,7 +272,7 @@ def _print(result: Result) -> None:
         )
     print(f"machine: {describe(result['machine'])}")
     speeds = result["speeds"]
-    print(f"roofline: {speeds['bytes_per_s'] / 1e9:.1f} GB/s, {speeds['flops_per_s'] / 1e9:.0f} GFLOP/s in float32")
+    print(f"roofline: {speeds['bytes_per_s'] / 1e9:.1f} GB/s, {speeds['flops_per_s'] / 1e9:.0f} GFLOP/s")
     print(f"full steps at context {result['context']}, {result['steps']} timed for each bucket")
     print(markdown_table(headers, lines))
     print(f"workload: {result['workload']}: {result['workload_padding']:.1%} of the computed token rows were padding")

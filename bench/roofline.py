@@ -1,17 +1,20 @@
 """The least time that a step can take here: its bytes over the speed of memory or its FLOPs over that of the cores.
 
-Both speeds are measured, by products that XLA runs well in float32: a matrix with one vector for the memory, a matrix
-with a matrix for the cores. Results in the caches may go faster; integer and 16-bit instructions may too.
+Both speeds are measured, by products that XLA runs well: a matrix with one vector for the memory, a matrix with a
+matrix for the cores, in float32 and in bfloat16 (which some CPUs multiply twice as fast, and others slowly). Results in
+the caches may go faster, and so may integer instructions.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import DTypeLike
 
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
@@ -30,14 +33,24 @@ class Speeds(NamedTuple):
     flops_per_s: float
 
     @classmethod
-    def measure(cls) -> Speeds:
-        """The best of a few runs of each: what others take from the machine meanwhile is not its speed."""
+    def measure(cls, weights: DTypeLike = jnp.float32) -> Speeds:
+        """The best of a few runs of each: what others take from the machine meanwhile is not its speed.
+
+        Arguments:
+            weights: bfloat16: the cores' speed is the better one of that and float32.
+        """
+        product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
+
+        def multiply_s(dtype: DTypeLike) -> float:
+            square = jnp.ones((_MULTIPLY_SIZE, _MULTIPLY_SIZE), dtype)
+            return _best_s(lambda: product(square, square))
+
         matrix, vector = jnp.ones(_READ_SHAPE), jnp.ones(_READ_SHAPE[1])
-        square = jnp.ones((_MULTIPLY_SIZE, _MULTIPLY_SIZE))
-        product = jax.jit(jnp.matmul)
         read_s = _best_s(lambda: product(matrix, vector))
-        multiply_s = _best_s(lambda: product(square, square))
-        return cls(matrix.nbytes / read_s, 2 * _MULTIPLY_SIZE**3 / multiply_s)
+        fastest_s = multiply_s(jnp.float32)
+        if weights == jnp.bfloat16:
+            fastest_s = min(fastest_s, multiply_s(jnp.bfloat16))
+        return cls(matrix.nbytes / read_s, 2 * _MULTIPLY_SIZE**3 / fastest_s)
 
     def least_s(self, work: Work) -> float:
         """Seconds below which no step of this work can come from memory."""
