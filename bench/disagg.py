@@ -132,7 +132,7 @@ def configs(args: argparse.Namespace, step_log: Path) -> dict[str, EngineConfig]
 
 def transfers(front: Disaggregated) -> dict[str, float]:
     """What moved, how fast, and what of the time nobody waited for."""
-    link, totals = front.links[0], front.decode.incoming.totals
+    link, totals = front.links[0], front.decode.handovers.incoming.totals
     sent = link._service.transfers  # type: ignore[attr-defined]  # a LocalLink
     return {
         "requests": totals.requests,
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
                 for name, engine in engines.items():
                     runs[name].append(measure(engine, args, np.random.default_rng([args.seed, number])))
             moved = transfers(front)
-            shape, itemsize = front.decode.page_rows.shape, front.decode.page_rows.dtype.itemsize
+            shape, itemsize = front.decode.handovers.page_rows.shape, front.decode.handovers.page_rows.dtype.itemsize
         finally:
             for engine in engines.values():
                 engine.shutdown()

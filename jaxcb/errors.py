@@ -33,3 +33,7 @@ class QueueFullError(JaxcbError):
 
 class EngineStoppedError(JaxcbError):
     """The engine was shut down, or its step loop failed, while the request was in flight; the server answers 503."""
+
+
+class PeerError(JaxcbError):
+    """The other side of a hand-over is gone, is silent, or says what makes no sense."""

@@ -65,10 +65,16 @@ def test_greedy_tokens_in_bfloat16_differ_only_where_the_margin_is_small(builtin
 @pytest.mark.native
 @pytest.mark.parametrize(
     "dtype, quantized, int8_kv, closeness",
-    [("float32", False, False, 1e-4), ("float32", False, True, 2e-3), ("bfloat16", True, True, 1e-2)],
+    [
+        ("float32", False, False, 1e-4),
+        ("float32", False, True, 2e-3),
+        ("bfloat16", True, False, 1e-2),
+        ("bfloat16", True, True, 1.2e-2),
+    ],
 )
 def test_the_loss_on_the_native_kernels(builtin_model, golden, dtype, quantized, int8_kv, closeness):
-    """In float32 the stored one; an int8 KV cache changes the perplexity by 0.2% at most, int8 weights beside by 1%."""
+    """In float32 the stored one; an int8 KV cache changes the perplexity by 0.2% at most, int8 weights by 1%, and both
+    by no more than that together."""
     assert native.usable(None)
     files = resolve(None)
     spec = files.read_spec()

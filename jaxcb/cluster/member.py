@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jaxcb.cluster.shared_queue import Entry
-from jaxcb.engine import Engine
+from jaxcb.engine import Engine, EngineStats
+from jaxcb.request import FinishReason
 
 
 class Member:
-    """Not thread-safe. ``load``: answers that the engine has to do."""
+    """Not thread-safe, but for :meth:`stats`. ``load``: answers that the engine has to do; ``num_moved``: that failed
+    with it and go on elsewhere."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.load = 0
+        self.load = self.num_moved = 0
         self._open: dict[Entry, int] = {}
         """Answers of each request that run or wait here, oldest hand-over first."""
 
@@ -20,6 +24,13 @@ class Member:
         """It runs, and makes steps."""
         engine = self.engine
         return engine.healthy and engine.accepting and not engine.paused and engine.stats().state == "ok"
+
+    def stats(self) -> EngineStats:
+        """The engine's; an answer that goes on elsewhere has not ended here."""
+        stats, error = self.engine.stats(), FinishReason.ERROR.value
+        if not self.num_moved:
+            return stats
+        return dataclasses.replace(stats, finished=stats.finished | {error: stats.finished[error] - self.num_moved})
 
     def has_room(self, entry: Entry) -> bool:
         """It would admit the request now, as far as can be told from outside: every answer finds a slot, and either

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from jaxcb.cluster.beginnings import BLOCK_TOKENS, Beginnings
+from jaxcb.cluster.choice import choose
 from jaxcb.cluster.member import Member
 from jaxcb.cluster.shared_queue import Entry, SharedQueue
 from jaxcb.config import EngineConfig
@@ -31,8 +33,8 @@ from jaxcb.request import FinishReason, Request
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text.worker import TextUpdate
 
-MOST_AHEAD = 8
-"""Answers that the engine with the longest beginning may have to do more than the idlest."""
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.01
 """Between two looks at the engines while something waits that none had room for: prompts that they admit free room
 without saying so."""
@@ -84,6 +86,7 @@ class Replicas(ServingEngine):
 
     def submit_choices(self, request: Request, *, blocking: bool = False) -> list[OutputStream]:
         self.check_request(request)
+        request = prepare.with_words_and_states(request, self.tokenizer, self.config.logits_processors)
         if request.sampling.structured_outputs is not None:
             self.compile_grammar(request.sampling.structured_outputs)
         loop = None if blocking else running_loop()
@@ -129,11 +132,10 @@ class Replicas(ServingEngine):
 
     def abort(self, request_id: str) -> None:
         with self._changed:
-            streams = list(self._open.get(request_id, ()))
+            beams = [stream for stream in self._at if stream.request.request_id == request_id]  # forked in the engines
+            streams = {*self._open.get(request_id, ()), *beams}
         for stream in streams:
             stream.abort()
-        for engine in self.engines:  # beams, which were forked there
-            engine.abort(request_id)
 
     def _abort(self, entry: Entry, stream: OutputStream) -> None:
         """Of an answer that stood in the queue when its stream learned to end it so."""
@@ -164,37 +166,45 @@ class Replicas(ServingEngine):
                 self._changed.wait(POLL_S if self._queue else None)
 
     def _hand_out(self) -> None:
-        """Give engines what they have room for. The caller holds the lock."""
+        """Give engines what they have room for. Whatever fails, nobody waits for ever. The caller holds the lock."""
         if self._paused:
             return
+        try:
+            self._look()
+        except Exception as error:
+            logger.exception("routing failed")
+            self._fail_all(f"the router failed: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        """Go through the queue once."""
         refusing: set[Member] = set()
         while (entry := self._queue.head()) is not None:
             if not self.healthy:
-                self._fail_all()
+                self._fail_all("every engine has failed")
                 break
-            member = self._choose(entry, refusing)
-            if member is None:
-                if not self._queue.pass_by(entry):
-                    break
-            elif not self._give(entry, member):
-                refusing.add(member)
+            try:
+                member = choose(
+                    entry, self._members, self._beginnings, refusing=refusing, preempts=self._queue.preempts
+                )
+                if member is not None and not self._give(entry, member):
+                    refusing.add(member)
+            except RequestError as error:
+                self._fail(entry, str(error))
+                continue
+            except Exception as error:
+                logger.exception("%s can't be handed to an engine", entry.request.request_id)
+                self._fail(entry, f"the router failed: {type(error).__name__}: {error}", engine_failed=True)
+                continue
+            if member is None and not self._queue.pass_by(entry):
+                break
         self._queue.restore()
 
-    def _choose(self, entry: Entry, refusing: set[Member]) -> Member | None:
-        """The engine for a request, if there is room on one."""
-        running = [member for member in self._members if member not in refusing and member.takes_requests]
-        fitting = [member for member in running if member.has_room(entry)]
-        if not fitting and self._queue.preempts:
-            fitting = [member for member in running if member.would_preempt(entry)]
-        if not fitting:
-            return None
-        least = min(member.load for member in fitting)
-        known = self._beginnings.tokens(entry.blocks, len(self._members))
-        near = [member for member in fitting if member.load <= least + MOST_AHEAD]
-        return min(near, key=lambda member: (-known[self._members.index(member)], member.load))
-
     def _give(self, entry: Entry, member: Member) -> bool:
-        """Hand a request over; False if the engine doesn't take it now."""
+        """Hand a request over; False if the engine doesn't take it now.
+
+        Raises:
+            RequestError: it never takes it.
+        """
         self._queue.take(entry)
         member.given(entry)
         for stream in entry.streams:
@@ -207,16 +217,22 @@ class Replicas(ServingEngine):
             self._queue.put_back(entry)
             self._wait(entry)
             return False
+        except BaseException:
+            member.taken_back(entry)
+            raise
         self._beginnings.sent(entry.blocks, self._members.index(member))
         return True
 
     def _at_end(self, entry: Entry, stream: OutputStream, update: TextUpdate) -> bool:
         """On an engine's text thread: an answer has ended there. True: it goes on elsewhere."""
         with self._changed:
-            self._at[stream].ended(entry)
+            member = self._at[stream]
+            member.ended(entry)
             stream.at_end = None
-            again = update.engine_failed and not stream.num_delivered and not entry.was_retried and self.healthy
+            again = update.engine_failed and not stream.num_delivered and not entry.was_retried
+            again = again and self.healthy and not self._stopping
             if again:
+                member.num_moved += 1
                 self._wait(self._queue.part(entry, stream, is_retry=True))
             else:
                 self._forget(stream)
@@ -231,24 +247,32 @@ class Replicas(ServingEngine):
         if not streams:
             del self._open[stream.request.request_id]
 
-    def _end_unserved(self, stream: OutputStream, reason: FinishReason, error: str | None = None) -> None:
+    def _end_unserved(
+        self, stream: OutputStream, reason: FinishReason, error: str | None = None, *, engine_failed: bool = False
+    ) -> None:
         """End an answer that no engine has."""
         self._finished[reason.value] += 1
         self._forget(stream)
+        stream.at_end = None
         stream.given_to(nobody)
-        deliver([(stream, TextUpdate.ending(reason, time.monotonic(), error))])
+        deliver([(stream, TextUpdate.ending(reason, time.monotonic(), error, engine_failed=engine_failed))])
         self._changed.notify_all()
 
-    def _fail_all(self) -> None:
-        for entry in self._queue.entries:
+    def _fail(self, entry: Entry, error: str, *, engine_failed: bool = False) -> None:
+        """End a request that no engine has, or that none takes."""
+        if entry in self._queue:
             self._queue.drop(entry)
-            for stream in entry.streams:
-                self._end_unserved(stream, FinishReason.ERROR, "every engine has failed")
+        for stream in entry.streams:
+            self._end_unserved(stream, FinishReason.ERROR, error, engine_failed=engine_failed)
+
+    def _fail_all(self, error: str) -> None:
+        for entry in self._queue.entries:
+            self._fail(entry, error, engine_failed=True)
 
     # ------------------------------------------------------------------ what they are doing
 
     def stats_by_engine(self) -> dict[str, EngineStats]:
-        return {str(index): engine.stats() for index, engine in enumerate(self.engines)}
+        return {str(index): member.stats() for index, member in enumerate(self._members)}
 
     def stats(self) -> EngineStats:
         """Of all engines and of the queue before them."""

@@ -81,11 +81,15 @@ class SharedQueue:
         return entry
 
     def part(self, whole: Entry, stream: OutputStream, *, is_retry: bool = False) -> Entry:
-        """Queue one answer of a request by itself, where the request stood: others of it were dropped, or its engine
-        has failed."""
+        """Queue one answer of a request by itself: where the request stood, as others of it were dropped, or, as its
+        engine has failed, before what came later."""
         entry = self._entry(stream.request, [stream], whole.sequence.ticket)
         entry.sequence.rank, entry.was_retried = whole.sequence.rank, whole.was_retried or is_retry
-        self.put_back(entry)
+        if is_retry:
+            self.put_back(entry)
+        else:
+            self._queue.put_back(entry.sequence)
+            self._entries[entry.key] = entry
         return entry
 
     def put_back(self, entry: Entry) -> None:

@@ -38,7 +38,7 @@ class KVReceiver(Protocol):
         """A batch, ready to be read: an array of the whole batch's shape, on the device or on the host.
 
         Raises:
-            PeerError: the other side is gone.
+            PeerError: the other side is gone, or there is no such batch.
         """
 
     def close(self) -> None: ...

@@ -27,9 +27,6 @@ WATCH_S = 0.05
 class Link(Source, Protocol):
     """A prefill engine, here or in another process."""
 
-    is_here: bool
-    """In this process."""
-
     @property
     def alive(self) -> bool:
         """It is there, and makes steps if it has any to make."""
@@ -39,7 +36,7 @@ class Link(Source, Protocol):
         """Prompt tokens that it has taken on, for anybody, and that are not done."""
 
     def close(self) -> None:
-        """Want no more of it."""
+        """Want no more of it. Harmless when called again."""
 
 
 class Disaggregated(ServingEngine):
@@ -71,7 +68,7 @@ class Disaggregated(ServingEngine):
         link = self._link_for(request)
         if link is None:
             return self.decode.submit_choices(request, blocking=blocking)
-        return self.decode.submit_elsewhere(request, link, blocking=blocking)
+        return self.decode.handovers.submit(request, link, blocking=blocking)
 
     def submit_into(self, request: Request, streams: Sequence[OutputStream]) -> None:
         """See :meth:`Engine.submit_into`."""
@@ -106,15 +103,23 @@ class Disaggregated(ServingEngine):
         return budget
 
     def _watch(self) -> None:
-        """Prompts that wait elsewhere come back when the decode engine has nothing to do, or the other is dead."""
-        incoming = self.decode.incoming
+        """Prompts that wait elsewhere come back when the decode engine has nothing to do, or the other is dead. When it
+        is dead itself, the others get their pages back."""
+        handovers = self.decode.handovers
+        incoming = handovers.incoming
         while not self._stopping.wait(WATCH_S):
+            if not self.decode.healthy:
+                for link in self.links:
+                    link.close()
+                return
+            if not incoming.num_coming:
+                continue
             idle = self.decode.idle
             for link in self.links:
                 if not link.alive:
-                    self.decode.post(functools.partial(incoming.take_over, link))
+                    handovers.post(functools.partial(incoming.take_over, link))
                 elif idle and link.backlog_tokens > self._step_tokens:
-                    self.decode.post(functools.partial(incoming.take_back, link, self._step_tokens))
+                    handovers.post(functools.partial(incoming.take_back, link, self._step_tokens))
 
     # ------------------------------------------------------------------ what it is doing
 
@@ -175,11 +180,14 @@ class Disaggregated(ServingEngine):
             engine.wake()
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
-        if not all(link.is_here for link in self.links):
-            raise ConfigError(
-                "weights can't be changed while prompts are computed in another process, which has the old ones",
-                param="params",
-            )
+        """As :meth:`ServingEngine.update_params`, of engines of this process. Of prompts that are being handed over
+        the decode engine computes the KV itself, with ``running="keep"`` too.
+
+        Raises:
+            ConfigError: an engine works with one in another process, which has the old weights.
+        """
+        for engine in self._engines:
+            engine.handovers.check_update()  # before one has the new ones
         for engine in self._engines:
             engine.update_params(params, running=running)
 
@@ -188,11 +196,10 @@ class Disaggregated(ServingEngine):
             engine.reset_prefix_cache()
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:
+        self.decode.shutdown(drain_s=drain_s)  # until then somebody watches: prompts may still come back
         self._stopping.set()
-        self.decode.shutdown(drain_s=drain_s)
+        self._watcher.join()
         for link in self.links:
             link.close()
         for engine in self.prefill:
             engine.shutdown()
-        if threading.current_thread() is not self._watcher:
-            self._watcher.join()

@@ -18,6 +18,7 @@ WORDS = {
     "jaxcb": "versions of jaxcb",
     "protocol": "versions of the protocol",
     "spec": "models (their shapes differ)",
+    "devices": "numbers of devices (tensor_parallel_size)",
     "weights": "weights of the model",
     "page": "pages (shape and dtype)",
     "settings": "settings (backend, deterministic, fast_norm, logprobs_mode, quantization)",
@@ -28,12 +29,13 @@ WORDS = {
 
 def identity_of(engine: Engine, connector: str) -> dict[str, str]:
     """Of an engine that runs."""
-    config, rows = engine.config, engine.page_rows
+    config, rows = engine.config, engine.handovers.page_rows
     settings = (config.backend, config.deterministic, config.fast_norm, config.logprobs_mode, config.quantization)
     return {
         "jaxcb": installed_version(),
         "protocol": str(PROTOCOL),
         "spec": digest_of(repr(engine.spec)),
+        "devices": str(engine.placement.size),
         "weights": fingerprint(engine.params),
         "page": f"{'x'.join(map(str, rows.shape[1:]))} {rows.dtype}",
         "settings": ", ".join(map(str, settings)),
@@ -71,6 +73,11 @@ def digest_of(text: str) -> str:
 def proof(secret: str, nonce: str) -> str:
     """That one knows the secret, without saying it."""
     return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()
+
+
+def is_proof(given: str, secret: str, nonce: str) -> bool:
+    """It is the :func:`proof` of this secret."""
+    return hmac.compare_digest(proof(secret, nonce).encode(), given.encode(errors="replace"))
 
 
 def installed_version() -> str:

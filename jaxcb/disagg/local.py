@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,22 +11,28 @@ import jax
 from jaxcb.disagg.prompts import PromptService
 from jaxcb.engine import Engine
 from jaxcb.engine.incoming import FirstToken
+from jaxcb.errors import PeerError
 from jaxcb.request import Request
+from jaxcb.scheduler import TokenEvent
+
+logger = logging.getLogger(__name__)
 
 
 class LocalLink:
-    """The prefill engine as a :class:`jaxcb.engine.incoming.Source` of the decode engine; it is its Receiver too."""
-
-    is_here = True
+    """The prefill engine as a :class:`jaxcb.engine.incoming.Source` of the decode engine; it is its Receiver too. Both
+    have the same weights when it is made."""
 
     def __init__(self, service: PromptService, decode: Engine):
-        self._service, self._decode = service, decode
-        self._sharding = decode.page_rows.sharding
+        self._service, self._handovers = service, decode.handovers
+        self._sharding = decode.handovers.page_rows.sharding
+        self._num_updates_ahead = service.engine.handovers.num_updates - decode.handovers.num_updates
+        """Of the prefill engine's. Both are counted on from here."""
+        self._is_broken = False
         self._desk = service.open(self)
 
     @property
     def alive(self) -> bool:
-        return self._service.works
+        return self._service.works and not self._is_broken
 
     @property
     def backlog_tokens(self) -> int:
@@ -33,7 +41,7 @@ class LocalLink:
     # ------------------------------------------------------------------ to the prefill engine
 
     def begin(self, request: Request, first_page: int | None) -> None:
-        self._desk.begin(request, first_page)
+        self._desk.begin(request, first_page, self._handovers.num_updates + self._num_updates_ahead)
 
     def grant(self, request_id: str, first_page: int) -> None:
         self._desk.grant(request_id, first_page)
@@ -54,10 +62,26 @@ class LocalLink:
         """Ready when they are posted: no step of the decode engine is to wait for the prefill engine's."""
         moved = jax.device_put(rows, self._sharding)
         moved.block_until_ready()
-        self._decode.post(lambda: self._decode.incoming.pages(self, request_id, first_page, num_pages, moved))
+        self._post(lambda: self._handovers.incoming.pages(self, request_id, first_page, num_pages, moved))
 
     def first_token(self, request_id: str, token: FirstToken) -> None:
-        self._decode.post(lambda: self._decode.incoming.first_token(self, request_id, token))
+        self._post(lambda: self._handovers.incoming.first_token(self, request_id, token))
 
     def failed(self, request_id: str, reason: str) -> None:
-        self._decode.post(lambda: self._decode.incoming.take_over(self, request_id))
+        logger.info("the prompt of %s is computed by the decode engine: %s", request_id, reason)
+        self._post(lambda: self._handovers.incoming.take_over(self, request_id))
+
+    def broken(self, reason: str) -> None:
+        """Between engines of one process that is a bug, or a device that is full: they go on without each other."""
+        logger.error("no more prompts are handed over: %s", reason)
+        self._is_broken = True  # whoever watches the links has its requests taken over
+
+    def _post(self, take: Callable[[], Sequence[TokenEvent] | None]) -> None:
+        def guarded() -> Sequence[TokenEvent] | None:
+            try:
+                return take()
+            except PeerError as error:
+                self.broken(str(error))
+                return None
+
+        self._handovers.post(guarded)

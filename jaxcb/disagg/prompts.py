@@ -7,12 +7,13 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from jaxcb.disagg.postbox import Postbox
 from jaxcb.engine import Engine, OutputStream
 from jaxcb.engine.incoming import FirstToken
-from jaxcb.errors import JaxcbError
+from jaxcb.errors import JaxcbError, PeerError
 from jaxcb.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ class Receiver(Protocol):
 
     def failed(self, request_id: str, reason: str) -> None:
         """Nothing comes any more of this request; the decoding engine does it all."""
+
+    def broken(self, reason: str) -> None:
+        """It asked for what makes no sense, or can't be sent to: nothing comes any more of any request. On any thread,
+        where it doesn't wait."""
 
 
 @dataclasses.dataclass
@@ -80,21 +85,22 @@ class PromptDesk:
 
     def __init__(self, service: PromptService, receiver: Receiver, name: str):
         self._service, self._receiver, self._name = service, receiver, name
+        handovers = service.engine.handovers
+        self._outgoing = handovers.send_to(self)
+        self._page_bytes = _nbytes(handovers.page_rows) // handovers.page_rows.shape[0]
         self._orders = Postbox(f"jaxcb-prompts-{name}")
         self._parcels = Postbox(f"jaxcb-kv-{name}")
         self._streams: dict[str, OutputStream] = {}
         self._lock = threading.Lock()
         self._closed = False
-        engine = service.engine
-        self._page_bytes = _nbytes(engine.page_rows) // engine.page_rows.shape[0]
-        self._outgoing = engine.send_to(self)
 
     # ------------------------------------------------------------------ orders
 
-    def begin(self, request: Request, first_page: int | None) -> None:
+    def begin(self, request: Request, first_page: int | None, num_updates: int | None = None) -> None:
+        """``num_updates``: as for :meth:`jaxcb.engine.handovers.Handovers.submit_prompt`."""
         num_tokens = len(request.prompt_token_ids)
         self._service.count(num_tokens)
-        self._orders.put(lambda: self._begin(request, first_page))
+        self._orders.put(lambda: self._begin(request, first_page, num_updates))
 
     def grant(self, request_id: str, first_page: int) -> None:
         # Behind begin(), which takes a while where a grammar has to be compiled.
@@ -115,17 +121,21 @@ class PromptDesk:
             streams = list(self._streams.values())
         for stream in streams:
             stream.abort()
-        self._service.engine.send_no_more(self._outgoing)
+        self._service.engine.handovers.send_no_more(self._outgoing)
         self._orders.close()
         self._parcels.close()
 
-    def _begin(self, request: Request, first_page: int | None) -> None:
+    def _begin(self, request: Request, first_page: int | None, num_updates: int | None) -> None:
         """On the thread of orders."""
         request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
         own = dataclasses.replace(request, request_id=f"{self._name}/{request_id}")
         try:
-            stream = self._service.engine.submit_prompt(own, self._outgoing, request_id, first_page)
-        except JaxcbError as error:
+            stream = self._service.engine.handovers.submit_prompt(
+                own, self._outgoing, request_id, first_page, num_updates
+            )
+        except Exception as error:
+            if not isinstance(error, JaxcbError):
+                logger.exception("the prompt of %s can't be submitted", request_id)
             self._service.count(-num_tokens)
             reason = str(error)
             self._parcels.put(lambda: self._receiver.failed(request_id, reason))
@@ -156,9 +166,14 @@ class PromptDesk:
         self._orders.put(lambda: self._drop(request_id))
 
     def _send(self, request_id: str, first_page: int, num_pages: int, rows: Any) -> None:
-        rows.block_until_ready()
-        started_s = time.perf_counter()
-        self._receiver.pages(request_id, first_page, num_pages, rows)
+        try:
+            rows.block_until_ready()
+            started_s = time.perf_counter()
+            self._receiver.pages(request_id, first_page, num_pages, rows)
+        except Exception as error:  # the batch is never acknowledged, and those after it wait for that
+            logger.exception("the KV of %s can't be sent", request_id)
+            self._receiver.broken(f"KV can't be sent: {error}")
+            return
         self._service.transfers.seconds += time.perf_counter() - started_s
         self._service.transfers.num_bytes += num_pages * self._page_bytes
 
@@ -176,8 +191,16 @@ class PromptDesk:
             self._post(lambda: self._outgoing.drop(request_id))
             self._parcels.put(lambda: self._receiver.failed(request_id, reason))
 
-    def _post(self, function: Any) -> None:
-        self._service.engine.post(function)
+    def _post(self, function: Callable[[], None]) -> None:
+        """What the other side may not ask for costs it the connection, and the engine nothing."""
+
+        def guarded() -> None:
+            try:
+                function()
+            except PeerError as error:
+                self._receiver.broken(str(error))
+
+        self._service.engine.handovers.post(guarded)
 
 
 def _nbytes(rows: Any) -> int:

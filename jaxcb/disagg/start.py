@@ -18,7 +18,7 @@ from jaxcb.disagg.identity import identity_of
 from jaxcb.disagg.local import LocalLink
 from jaxcb.disagg.prompts import PromptService
 from jaxcb.disagg.remote import RemoteLink
-from jaxcb.disagg.server import PrefillServer
+from jaxcb.disagg.server import PrefillServer, check_secret
 from jaxcb.disagg.wire import address_of
 from jaxcb.engine import Engine, ServingEngine, gpu_memory
 from jaxcb.errors import ConfigError
@@ -39,7 +39,8 @@ def start_pairs(
         ConfigError: the configuration can't work for it, or asks for more devices than there are.
     """
     if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
-        gpu_memory.start_jax(config.gpu_memory_utilization)
+        host_gib = config.host_kv_gib * (num_prefill + num_decode)
+        gpu_memory.start_jax(config.gpu_memory_utilization, host_gib)
     groups = _groups(num_prefill, num_decode, config.tensor_parallel_size)
     model = load(config, progress=progress, placement=placement_of(groups[0], config.tensor_parallel_size))
     names = [*(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
@@ -53,18 +54,18 @@ def start_pairs(
             engines.append(engine)
             engine.compile(progress=progress)
             engine.run()
+        prefill, decode = engines[:num_prefill], engines[num_prefill:]
+        services = [PromptService(engine) for engine in prefill]
+        return [
+            Disaggregated(
+                engine, [LocalLink(service, engine) for service in services], prefill if engine is decode[0] else ()
+            )
+            for engine in decode
+        ]
     except BaseException:
         for engine in engines:
             engine.shutdown()
         raise
-    prefill, decode = engines[:num_prefill], engines[num_prefill:]
-    services = [PromptService(engine) for engine in prefill]
-    return [
-        Disaggregated(
-            engine, [LocalLink(service, engine) for service in services], prefill if engine is decode[0] else ()
-        )
-        for engine in decode
-    ]
 
 
 def start_role(
@@ -84,13 +85,15 @@ def start_role(
         connector: as for :func:`jaxcb.disagg.connector.connector_of`.
         listen: HOST:PORT, for "prefill" and "both".
         peers: HOST:PORT of each, for "decode" and "both".
-        secret: that both sides must know; empty: none.
+        secret: that both sides must know; empty: none, where only this machine reaches what listens.
 
     Raises:
         ModelError: the model can't be found or read.
         ConfigError: the configuration can't work for it, or a peer can't be reached or doesn't fit.
     """
     here = address_of(listen, "kv_listen")
+    if role != "decode":
+        check_secret(here[0], secret)
     addresses = [address_of(peer, "kv_peer") for peer in peers]
     engine = Engine.start(dataclasses.replace(config, kv_transfer=True), progress=progress)
     front: ServingEngine = engine

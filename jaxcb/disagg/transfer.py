@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxcb.disagg.wire import PeerError
-from jaxcb.errors import ConfigError
+from jaxcb.disagg.fields import Fields
+from jaxcb.errors import ConfigError, PeerError
+
+_MAX_NUMBER = 2**63 - 1
 
 
 class Transfer:
@@ -73,15 +75,17 @@ class TransferReceiver:
     def __init__(self, server: Any, offer: dict[str, Any], rows: jax.ShapeDtypeStruct):
         self._rows = rows
         try:
-            self._connection = server.connect(str(offer["address"]))
+            self._connection = server.connect(Fields(offer).text("address"))
             self.take(offer, 0)
-        except (KeyError, PeerError) as error:
+        except Exception as error:  # jaxlib has no class of its own for it
             raise ConfigError(f"pages can't be pulled from the other side: {error}", param="kv_connector") from error
 
     def take(self, ticket: dict[str, Any], num_pages: int) -> jax.Array:
         try:
-            [rows] = self._connection.pull(int(ticket["number"]), [self._rows])
+            [rows] = self._connection.pull(Fields(ticket).integer("number", 0, _MAX_NUMBER), [self._rows])
             return rows.block_until_ready()
+        except PeerError:
+            raise
         except Exception as error:  # jaxlib has no class of its own for it
             raise PeerError(f"a pull failed: {error}") from error
 

@@ -13,17 +13,15 @@ import struct
 import threading
 from typing import Any
 
-from jaxcb.errors import ConfigError, JaxcbError
+from jaxcb.errors import ConfigError, PeerError
 
 _HEAD = struct.Struct("!4sIQ")
 _MAGIC = b"JXKV"
 MAX_JSON_BYTES = 16 << 20
 MAX_BODY_BYTES = 64 << 20
 """Of prompts and log-probabilities; KV goes another way."""
-
-
-class PeerError(JaxcbError):
-    """The other side is gone, is silent, or says what makes no sense."""
+MAX_STRANGER_BYTES = 64 << 10
+"""Of a message of somebody who has not been checked yet."""
 
 
 class Channel:
@@ -40,22 +38,28 @@ class Channel:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Raises PeerError where it can't be sent."""
+        """Raises PeerError where it can't be sent; then the connection is at its end, as part of it may be out."""
         text = json.dumps(message).encode()
         try:
             with self._lock:
                 self._sock.sendall(_HEAD.pack(_MAGIC, len(text), len(body)) + text + body)
         except OSError as error:
+            self.close()
             raise PeerError(f"the other side can't be reached any more: {error}") from error
 
-    def receive(self) -> tuple[dict[str, Any], bytes]:
-        """The next message. Raises PeerError if there will be none."""
+    def receive(self, *, from_stranger: bool = False) -> tuple[dict[str, Any], bytes]:
+        """The next message. Raises PeerError if there will be none.
+
+        Arguments:
+            from_stranger: who sends has not been checked: it's a short one, without a body.
+        """
+        most_json, most_body = (MAX_STRANGER_BYTES, 0) if from_stranger else (MAX_JSON_BYTES, MAX_BODY_BYTES)
         magic, num_json, num_body = _HEAD.unpack(self._read(_HEAD.size))
-        if magic != _MAGIC or num_json > MAX_JSON_BYTES or num_body > MAX_BODY_BYTES:
+        if magic != _MAGIC or num_json > most_json or num_body > most_body:
             raise PeerError("what the other side sends is not this protocol: is it a jaxcb engine?")
         try:
             message = json.loads(self._read(num_json))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PeerError(f"the other side sent what is not JSON: {error}") from error
         if not isinstance(message, dict):
             raise PeerError(f"the other side sent {type(message).__name__} where a message is an object")

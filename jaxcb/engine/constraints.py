@@ -68,6 +68,11 @@ class Constraints:
         filled = self._masks.fill([(constraint, position) for _, constraint, position in held], vocab_size)
         return RowMasks([index for index, _, _ in held], filled)
 
+    def permit(self, sequence: Sequence, token_id: int) -> bool:
+        """Its grammar, if it has one, lets the token come next."""
+        constraint = self._of.get(sequence)
+        return constraint is None or constraint.permits(token_id)
+
     def learn(self, events: Iterable[TokenEvent]) -> list[TokenEvent]:
         """Take the tokens of a committed step. Returns the ends of those whose answer has to end here."""
         if not self._of:

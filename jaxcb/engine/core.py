@@ -108,10 +108,14 @@ class EngineCore:
     def restart_all(self) -> None:
         """The KV of all requests counts no more, here and on its way: see :meth:`Scheduler.restart_all`. Nothing is in
         flight."""
+        self.give_up_handovers()
+        self.scheduler.restart_all()
+
+    def give_up_handovers(self) -> None:
+        """What is on its way to other engines, or from them, counts no more."""
         self.incoming.give_up_all()
         for outgoing in self.outgoing:
             outgoing.lose_all()
-        self.scheduler.restart_all()
 
     def export_prefix(self, token_ids: Seq[int], cache_salt: str) -> PrefixPages:
         """The KV of the longest beginning of ``token_ids`` that is cached on the device."""
@@ -123,7 +127,7 @@ class EngineCore:
         """Cache the KV of a beginning as if it had been computed here; returns the tokens that found a place."""
         placed = self.scheduler.prefixes.place(prefix.token_ids, cache_salt)
         # Pages that made room may be on their way to host memory: they go first.
-        self.runner.move_pages(self.scheduler.cache.take_moves())
+        self.runner.move_pages(self.scheduler.take_moves())
         indices, pages = [index for index, _ in placed], [page for _, page in placed]
         self.runner.write_pages(pages, prefix.pages[indices])
         return len(placed) * self.scheduler.limits.page_size

@@ -7,7 +7,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +19,11 @@ from jaxcb.config import EngineConfig
 from jaxcb.devices import placement_of
 from jaxcb.engine import gpu_memory, prepare
 from jaxcb.engine.compile_guard import CompileGuard
-from jaxcb.engine.core import EngineCore, PrefixPages
-from jaxcb.engine.inbox import Add, Arrival, Forks, Inbox, Post
-from jaxcb.engine.incoming import Incoming, Source
+from jaxcb.engine.core import EngineCore
+from jaxcb.engine.handovers import Handovers
+from jaxcb.engine.inbox import Add, Arrival, Forks, Inbox
+from jaxcb.engine.incoming import Source
 from jaxcb.engine.loop import StepLoop
-from jaxcb.engine.outgoing import Outgoing, Sink
 from jaxcb.engine.serving import ServingEngine
 from jaxcb.engine.sizing import (
     kv_bytes_per_token,
@@ -43,7 +43,7 @@ from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import check_divides
 from jaxcb.request import FinishReason, Request
-from jaxcb.scheduler import SchedulerLimits, TokenEvent
+from jaxcb.scheduler import SchedulerLimits
 from jaxcb.step.orders import NOBODY, Followers
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.text import Tokenizer
@@ -93,8 +93,8 @@ class Engine(ServingEngine):
         self.name, self.spec, self.tokenizer = name, spec, tokenizer
         self.sampling_defaults = dict(sampling_defaults or {})
         self.placement = placement_of(devices, config.tensor_parallel_size)
-        check_divides(spec, self.placement.size)
         """The devices that it computes on."""
+        check_divides(spec, self.placement.size)
         self.asked_for = config
         self.config = resolve_config(config, spec, params["embed"]["embedding"].dtype, self.placement)
         params = prepared(placed(params, spec, self.placement), spec, config)
@@ -125,6 +125,8 @@ class Engine(ServingEngine):
         self._guard = CompileGuard()
 
         self._inbox = Inbox()
+        self.handovers = Handovers(self._core, self._inbox, self._submit, transfers=self.config.kv_transfer)
+        """What it has to do with other engines."""
         self._started_s = time.monotonic()
         on_batch = None if self._trace is None else self._texted
         self._text = TextWorker(tokenizer, self._deliver, self._stop_found, on_batch)
@@ -185,81 +187,18 @@ class Engine(ServingEngine):
 
     def submit_into(self, request: Request, streams: Sequence[OutputStream], *, source: Source | None = None) -> None:
         """Queue a request whose answers go into streams that the caller made, one for each of
-        :func:`jaxcb.engine.prepare.choices_of` it, in their order. It brings its seed, if it draws. With a source, as
-        :meth:`submit_elsewhere`.
+        :func:`jaxcb.engine.prepare.choices_of` it, in their order. It brings its seed, if it draws, and what
+        :func:`jaxcb.engine.prepare.with_words_and_states` gives it. A source computes its prompt: see
+        :meth:`Handovers.submit`.
 
         Errors as for :meth:`submit_choices`.
         """
-        request, grammar = self._prepared(request)
+        self.check_request(request)
+        grammar = self._grammar_of(request)
         with self._inbox.lock:
             self._check_room(request)
-            add = self._adding(source)
+            add = self._core.add_choices if source is None else self.handovers.adding(source)
             self._arrive(request.request_id, prepare.choices_of(request), streams, grammar, add)
-
-    def submit_elsewhere(self, request: Request, source: Source, *, blocking: bool = False) -> list[OutputStream]:
-        """As :meth:`submit_choices`, but another engine computes the prompt and the first token, which arrive through
-        :meth:`post` and ``incoming``."""
-        return self._submit(request, None if blocking else running_loop(), self._adding(source))
-
-    def _adding(self, source: Source | None) -> Add:
-        if source is None:
-            return self._core.add_choices
-
-        def expect(choices: list[Request], grammar: Grammar | None) -> None:
-            if self._core.incoming.knows(choices[0]):
-                self._core.add_choices(choices, grammar)
-            else:
-                self._core.incoming.expect(choices, grammar, source)
-
-        return expect
-
-    def submit_prompt(
-        self, request: Request, outgoing: Outgoing, request_id: str, first_page: int | None
-    ) -> OutputStream:
-        """Compute a request's prompt and its first token for another engine. Its KV goes out as steps fill pages.
-        Errors as for :meth:`submit`.
-
-        Arguments:
-            request_id: as for :meth:`Outgoing.begin`; so is ``first_page``.
-        """
-
-        def begin(choices: list[Request], grammar: Grammar | None) -> None:
-            key = choices[0].request_id
-            outgoing.begin(key, request_id, len(request.prompt_token_ids), first_page)
-            self._core.add_choices(choices, grammar)
-
-        return self._submit(prepare.prompt_only(request), None, begin)[0]
-
-    def send_to(self, sink: Sink) -> Outgoing:
-        """A way for KV to another engine; :meth:`send_no_more` ends it.
-
-        Raises:
-            ConfigError: the engine was started without ``kv_transfer``.
-            EngineStoppedError: it has stopped.
-        """
-        self._check_transfer()
-        outgoing = Outgoing(self._scheduler, self._runner, sink)
-        self._inbox.call(lambda: self._core.outgoing.append(outgoing))
-        return outgoing
-
-    def send_no_more(self, outgoing: Outgoing) -> None:
-        """The other engine is gone: what was lent to it is free again."""
-
-        def end() -> None:
-            outgoing.drop_all()
-            self._core.outgoing.remove(outgoing)
-
-        self.post(end)
-
-    def post(self, function: Callable[[], Sequence[TokenEvent] | None]) -> None:
-        """Have the engine's thread call a function between two steps, in the order of the posts, and wait for nothing.
-        Nothing happens once the engine has stopped."""
-        self._inbox.put(Post(function))
-
-    @property
-    def incoming(self) -> Incoming:
-        """For functions that are posted."""
-        return self._core.incoming
 
     @property
     def params(self) -> Params:
@@ -270,11 +209,6 @@ class Engine(ServingEngine):
     def idle(self) -> bool:
         """It has nothing to do; requests whose prompt another engine computes may be on their way."""
         return not (self._scheduler.num_running or self._scheduler.roster.waiting)
-
-    @property
-    def page_rows(self) -> jax.ShapeDtypeStruct:
-        """A batch of pages as it travels: shape [PAGES_PER_MOVE, L, 2, page_size, K, D], dtype and sharding here."""
-        return self._runner.page_rows
 
     def _submit(self, request: Request, loop: asyncio.AbstractEventLoop | None, add: Add) -> list[OutputStream]:
         request, grammar = self._prepared(request)
@@ -289,10 +223,12 @@ class Engine(ServingEngine):
     def _prepared(self, request: Request) -> tuple[Request, Grammar | None]:
         """What is done of a request before the lock is taken, which takes its time."""
         self.check_request(request)
-        request = prepare.with_words(request, self.tokenizer)
-        request = prepare.with_processor_states(request, self.config.logits_processors)
+        request = prepare.with_words_and_states(request, self.tokenizer, self.config.logits_processors)
+        return request, self._grammar_of(request)
+
+    def _grammar_of(self, request: Request) -> Grammar | None:
         structured = request.sampling.structured_outputs
-        return request, None if structured is None else self._grammars.compile(structured)
+        return None if structured is None else self._grammars.compile(structured)
 
     def _check_room(self, request: Request) -> None:
         """Raise if the engine takes nothing now. The caller holds the inbox's lock."""
@@ -317,20 +253,22 @@ class Engine(ServingEngine):
     def fork(
         self, parents: Sequence[OutputStream], children: Sequence[tuple[Request, int]], *, blocking: bool = False
     ) -> list[OutputStream]:
-        for request, _ in children:
+        ready = []
+        for request, parent in children:
             prepare.check_single(request)
             self.check_request(request)
             if request.sampling.structured_outputs is not None:
                 raise RequestError("a fork can't be held to a grammar", param="structured_outputs")
+            request = prepare.with_words_and_states(request, self.tokenizer, self.config.logits_processors)
+            ready.append((request, parent))
         loop = None if blocking else running_loop()
         with self._inbox.lock:
             self._inbox.check_open()
             known = [self._inbox.key_of(parent) for parent in parents]
             streams, forks = [], []
-            for request, parent in children:
+            for request, parent in ready:
                 stream = OutputStream(request, nobody, loop)
                 key = self._open(request.request_id, request, stream)
-                request = prepare.with_processor_states(request, self.config.logits_processors)
                 forks.append((dataclasses.replace(request, request_id=key), known[parent]))
                 streams.append(stream)
             self._inbox.put(Forks(forks, [key for key in known if key is not None]))
@@ -365,30 +303,6 @@ class Engine(ServingEngine):
     def abort(self, request_id: str) -> None:
         for key in self._inbox.keys_of(request_id):
             self._inbox.end(key, FinishReason.ABORT)
-
-    def export_prefix(self, token_ids: Sequence[int], cache_salt: str = "") -> PrefixPages:
-        """The KV of the longest cached beginning of ``token_ids``, for another engine over the same weights.
-
-        Raises:
-            ConfigError: the engine was started without ``kv_transfer``.
-            EngineStoppedError: it has stopped.
-        """
-        self._check_transfer()
-        ids = validation.token_ids("token_ids", token_ids)
-        return self._inbox.call(lambda: self._core.export_prefix(ids, cache_salt))
-
-    def import_prefix(self, prefix: PrefixPages, cache_salt: str = "") -> int:
-        """Cache what another engine exported; what finds no free page is left out. Returns the tokens placed.
-
-        Raises:
-            ConfigError: the engine was started without ``kv_transfer``, or its pages have another shape.
-            EngineStoppedError: it has stopped.
-        """
-        self._check_transfer()
-        ours, theirs = self._runner.page_shape, (prefix.pages.shape[1:], prefix.pages.dtype)
-        if ours != theirs:
-            raise ConfigError(f"the pages hold {theirs}, this engine's hold {ours}", param="page_size")
-        return self._inbox.call(lambda: self._core.import_prefix(prefix, cache_salt))
 
     def stats_by_engine(self) -> dict[str, EngineStats]:
         return {"0": self.stats()}
@@ -438,11 +352,13 @@ class Engine(ServingEngine):
             )
         if running not in ("keep", "restart"):
             raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
+        self.handovers.check_update()
         new = prepared(held_params(self.spec, params, self.placement), self.spec, self.config)
 
         def swap() -> None:
             self._runner.set_params(new)
             self._loop.emit(self._core.drain())
+            self.handovers.weights_changed()
             if running == "restart":
                 self._core.restart_all()
             else:
@@ -514,10 +430,6 @@ class Engine(ServingEngine):
             if file is not None:
                 file.close()
         self._followers.close()
-
-    def _check_transfer(self) -> None:
-        if not self.config.kv_transfer:
-            raise ConfigError("KV can't be handed over: start the engine with kv_transfer", param="kv_transfer")
 
     def _num_waiting(self) -> int:
         return self._inbox.num_arrived() + self._scheduler.num_waiting

@@ -7,10 +7,12 @@ import time
 from typing import Any, Protocol
 
 from jaxcb.engine.constraints import Constraints
+from jaxcb.errors import PeerError
 from jaxcb.grammar import Grammar
 from jaxcb.logprobs import Logprobs
 from jaxcb.request import Request
 from jaxcb.scheduler import Scheduler, Sequence, TokenEvent
+from jaxcb.step.page_mover import PAGES_PER_MOVE
 from jaxcb.step.runner import Runner
 
 
@@ -58,15 +60,21 @@ class HandoverTotals:
 class _Coming:
     sequence: Sequence
     source: Source
-    num_missing: int = -1
-    """Pages that have not arrived; -1: none are reserved yet."""
+    num_pages: int
+    """Of its prompt, the last one in part."""
+    next_page: int | None = None
+    """The first that has not arrived; they come in order. None: none are reserved yet."""
     token: FirstToken | None = None
     token_s: float = 0.0
-    num_arrived: int = 0
+    has_arrived: bool = False
+    """Some of its pages have."""
 
 
 class Incoming:
-    """Everything here runs on the engine's thread."""
+    """Everything here runs on the engine's thread.
+
+    What a source says is not trusted: PeerError means that it makes no sense, and changes nothing.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, constraints: Constraints):
         self._scheduler, self._runner, self._constraints = scheduler, runner, constraints
@@ -84,7 +92,8 @@ class Incoming:
         if grammar is not None:
             for sequence in sequences:
                 self._constraints.open(sequence, grammar)
-        key, coming = choices[0].request_id, _Coming(sequences[0], source)
+        num_pages = self._scheduler.limits.num_pages(sequences[0].num_prompt_tokens)
+        key, coming = choices[0].request_id, _Coming(sequences[0], source, num_pages)
         self._coming[key] = self._without_room[key] = coming
         granted = self._reserve(key, coming) if len(self._without_room) == 1 else None
         source.begin(choices[0], granted)
@@ -107,21 +116,35 @@ class Incoming:
 
     def pages(self, source: Source, request_id: str, first_page: int, num_pages: int, rows: Any) -> None:
         """A batch has arrived: rows as of :meth:`PageMover.gather`, on this engine's device or on the host, and ready
-        to be read."""
+        to be read.
+
+        Raises:
+            PeerError: they are not the next ones.
+        """
         coming = self._find(request_id)
         if coming is not None and coming.source is source:
+            most = min(PAGES_PER_MOVE, coming.num_pages - first_page)
+            if first_page != coming.next_page or not 0 < num_pages <= most:
+                raise PeerError(
+                    f"{num_pages} pages from {first_page} on are not what {request_id!r} waits for: it has "
+                    f"{coming.next_page} of {coming.num_pages}"
+                )
             self._runner.scatter_pages(coming.sequence.pages[first_page : first_page + num_pages], rows)
-            coming.num_missing -= num_pages
-            coming.num_arrived += num_pages
+            coming.next_page, coming.has_arrived = first_page + num_pages, True
             self.totals.pages += num_pages
             self._adopt_if_complete(request_id, coming)
         source.received(request_id, num_pages)
 
     def first_token(self, source: Source, request_id: str, token: FirstToken) -> list[TokenEvent]:
-        """It goes to the client at once, whatever of the KV is missing."""
+        """It goes to the client at once, whatever of the KV is missing.
+
+        Raises:
+            PeerError: the token can't be this request's.
+        """
         coming = self._find(request_id)
         if coming is None or coming.source is not source:
             return []
+        self._check_token(request_id, coming, token)
         coming.token, coming.token_s = token, time.perf_counter()
         sequence = coming.sequence
         event = self._scheduler.handover.first_token(sequence, token.token_id, token.num_cached_tokens)
@@ -134,10 +157,11 @@ class Incoming:
         return events
 
     def take_over(self, source: Source, request_id: str | None = None) -> None:
-        """A request, or all that a source has, is computed here: the source failed, or has too much to do."""
+        """A request, or all that a source has, is computed here: the source failed, or has too much to do. It is told
+        so, for it may only have been slow."""
         for key, coming in list(self._coming.items()):
             if coming.source is source and request_id in (None, key):
-                self._forget(key)
+                self.forget(key)
                 if key in self._scheduler.handover.expected:
                     self._scheduler.handover.take_over(coming.sequence)
                     self.totals.taken_over += 1
@@ -159,32 +183,51 @@ class Incoming:
             return
         key, coming = waiting[-1]
         before = sum(earlier.sequence.num_prompt_tokens for _, earlier in waiting[:-1])
-        if before > backlog_tokens and not coming.num_arrived and coming.token is None:
-            source.drop(key)
+        if before > backlog_tokens and not coming.has_arrived and coming.token is None:
             self.take_over(source, key)
 
     def give_up_all(self) -> None:
         """Nothing that is on its way counts any more."""
         for key, coming in list(self._coming.items()):
             self.take_over(coming.source, key)
-            coming.source.drop(key)
 
     def _reserve(self, key: str, coming: _Coming) -> int | None:
         first_page = self._scheduler.handover.reserve(coming.sequence)
         if first_page is not None:
             # Pages that made room may be on their way to host memory: they go before anything is written over them.
-            self._runner.move_pages(self._scheduler.cache.take_moves())
-            num_pages = self._scheduler.limits.num_pages(coming.sequence.num_prompt_tokens)
-            coming.num_missing = num_pages - first_page
+            self._runner.move_pages(self._scheduler.take_moves())
+            coming.next_page = first_page
             del self._without_room[key]
         return first_page
 
     def _adopt_if_complete(self, key: str, coming: _Coming) -> None:
-        if coming.token is not None and not coming.num_missing:
+        if coming.token is not None and coming.next_page == coming.num_pages:
             self._forget(key)
             self._scheduler.handover.adopt(coming.sequence)
             self.totals.requests += 1
             self.totals.waited_s += time.perf_counter() - coming.token_s
+
+    def _check_token(self, request_id: str, coming: _Coming, token: FirstToken) -> None:
+        """Raise PeerError unless it may be the first of an answer to this request."""
+        sequence, sampling = coming.sequence, coming.sequence.request.sampling
+        vocab_size = self._runner.spec.vocab_size
+        wanted = vocab_size if sampling.logprobs == -1 else sampling.logprobs
+        given = None if token.logprobs is None else token.logprobs.top_ids.shape[1]
+        wrong = {
+            "a second one": coming.token is not None,
+            f"id {token.token_id}": not 0 <= token.token_id < vocab_size,
+            f"{token.num_cached_tokens} tokens found": not 0 <= token.num_cached_tokens <= sequence.num_prompt_tokens,
+            f"{given} alternatives": given != wanted,
+        }
+        if not any(wrong.values()):
+            wrong["one that its grammar forbids"] = not self._constraints.permit(sequence, token.token_id)
+        if what := ", ".join(name for name, is_so in wrong.items() if is_so):
+            raise PeerError(f"the first token of {request_id!r} can't be this: {what}")
+
+    @property
+    def num_coming(self) -> int:
+        """Requests that sources have. Any thread may ask."""
+        return len(self._coming)
 
     def _find(self, request_id: str) -> _Coming | None:
         """The scheduler may have taken it over, since its KV counts no more."""

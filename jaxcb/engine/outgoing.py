@@ -8,8 +8,10 @@ the other side has acknowledged them all, or wants them no more.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from typing import Any, Protocol
 
+from jaxcb.errors import PeerError, RequestError
 from jaxcb.scheduler import Scheduler, StepPlan
 from jaxcb.step.page_mover import PAGES_PER_MOVE
 from jaxcb.step.runner import Runner
@@ -46,13 +48,17 @@ class _Prompt:
 
 
 class Outgoing:
-    """To one other engine. Everything here runs on the engine's thread."""
+    """To one other engine. Everything here runs on the engine's thread.
+
+    What the other side says is not trusted: PeerError means that it makes no sense, and changes nothing.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, sink: Sink):
         self._scheduler, self._runner, self._sink = scheduler, runner, sink
         self._prompts: dict[str, _Prompt] = {}  # by the sequence's request id
         self._key_of: dict[str, str] = {}  # the other side's id -> the sequence's
-        self._credit = MAX_UNACKNOWLEDGED
+        self._on_their_way: deque[tuple[str, int]] = deque()
+        """Batches, oldest first: the other side's id, and how many pages."""
 
     def begin(self, key: str, request_id: str, num_prompt_tokens: int, first_page: int | None) -> None:
         """The sequence ``key`` is about to be queued, and its KV goes out.
@@ -60,8 +66,15 @@ class Outgoing:
         Arguments:
             request_id: what the other side calls it.
             first_page: as for :meth:`grant`; None: the grant comes later.
+
+        Raises:
+            RequestError: the other side has another prompt of this name here, or can't have so many pages.
         """
         num_pages = self._scheduler.limits.num_pages(num_prompt_tokens)
+        if request_id in self._key_of:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        if first_page is not None and first_page > num_pages:
+            raise RequestError(f"the prompt has {num_pages} pages, {first_page} are there", param="first_page")
         self._prompts[key] = _Prompt(request_id, num_pages, None)
         self._key_of[request_id] = key
         if first_page is not None:
@@ -73,13 +86,17 @@ class Outgoing:
         key = self._key_of.get(request_id)
         if key is not None:
             prompt = self._prompts[key]
+            if prompt.next_page is not None or first_page > prompt.num_pages:
+                raise PeerError(f"pages from {first_page} on can't be granted, of {prompt.num_pages} to {request_id!r}")
             prompt.next_page, prompt.num_missing = first_page, prompt.num_pages - first_page
             self._send()
             self._end_if_received(key)
 
     def received(self, request_id: str, num_pages: int) -> None:
-        """The other side has a batch, of a prompt that may be gone."""
-        self._credit += 1
+        """The other side has the oldest batch that is on its way, of a prompt that may be gone."""
+        if not self._on_their_way or self._on_their_way[0] != (request_id, num_pages):
+            raise PeerError(f"{num_pages} pages of {request_id!r} are acknowledged, and are not what it was sent next")
+        self._on_their_way.popleft()
         key = self._key_of.get(request_id)
         if key is not None:
             self._prompts[key].num_missing -= num_pages
@@ -124,11 +141,15 @@ class Outgoing:
     def _send(self) -> None:
         """As much as is filled and wanted, and as may be on its way; first come, first served."""
         for prompt in self._prompts.values():
-            while prompt.next_page is not None and prompt.next_page < len(prompt.pages) and self._credit:
+            while prompt.next_page is not None and prompt.next_page < len(prompt.pages) and self._may_send:
                 batch = prompt.pages[prompt.next_page : prompt.next_page + PAGES_PER_MOVE]
-                self._credit -= 1
+                self._on_their_way.append((prompt.request_id, len(batch)))
                 self._sink.send(prompt.request_id, prompt.next_page, len(batch), self._runner.gather_pages(batch))
                 prompt.next_page += len(batch)
+
+    @property
+    def _may_send(self) -> bool:
+        return len(self._on_their_way) < MAX_UNACKNOWLEDGED
 
     def _end_if_received(self, key: str) -> None:
         prompt = self._prompts[key]

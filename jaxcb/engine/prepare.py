@@ -16,6 +16,15 @@ SEED_STEP = 0x9E3779B97F4A7C15
 """Between the seeds of a request's answers (the odd constant of SplitMix64: no two of 2^64 fall together)."""
 
 
+def with_words_and_states(request: Request, tokenizer: Tokenizer, processors: Sequence[LogitsProcessor]) -> Request:
+    """With what the sampler needs beside the parameters.
+
+    Raises:
+        RequestError: a word has too many tokens, or a logits processor refuses the request.
+    """
+    return with_processor_states(with_words(request, tokenizer), processors)
+
+
 def with_words(request: Request, tokenizer: Tokenizer) -> Request:
     """With the token ids of what the sampler looks for."""
     sampling = request.sampling

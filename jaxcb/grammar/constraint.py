@@ -65,6 +65,16 @@ class Constraint:
         """It has to: nothing may follow."""
         return not self._free and not self.forced and self.error is None and self._matcher.is_stopped()
 
+    def permits(self, token_id: int) -> bool:
+        """The token may come next."""
+        if self.forced:
+            return token_id == self.forced[0]
+        if self._free:
+            return True
+        if token_id in self._never:
+            return token_id in self._end_ids and self.complete
+        return self._matcher.validate_tokens([token_id]) == 1
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """Learn the next tokens of the answer."""
         for token in token_ids:

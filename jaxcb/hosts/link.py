@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxcb.disagg.wire import Channel, PeerError
+from jaxcb.disagg.wire import Channel
+from jaxcb.errors import PeerError
 
 BEAT_S = 1.0
 SILENCE_S = 10.0

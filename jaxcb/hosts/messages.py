@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxcb.disagg.wire import PeerError
+from jaxcb.errors import PeerError
 from jaxcb.paging import PageMoves
 from jaxcb.sampling import Tier
 from jaxcb.step.buckets import Bucket

@@ -35,7 +35,8 @@ class Admission:
         if not self._is_open():
             return
         if self._limits.reservation == "guaranteed":
-            self._promised = sum(map(self._memory.pages_to_come, self._running.values()))
+            others = [*self._running.values(), *self._memory.reserved]
+            self._promised = sum(map(self._memory.pages_to_come, others))
         num_set_aside = 0
         while budget.left and self.has_place and (sequence := self._queue.head()):
             if sequence.last_step > self._memory.last_committed:
@@ -56,7 +57,7 @@ class Admission:
     @property
     def has_place(self) -> bool:
         """One more sequence may run."""
-        num_seats_taken = len(self._running) + self._memory.num_reserved
+        num_seats_taken = len(self._running) + len(self._memory.reserved)
         return num_seats_taken < self._limits.max_num_seqs and bool(self._memory.free_slots)
 
     def pages_needed(self, sequence: Sequence) -> int:

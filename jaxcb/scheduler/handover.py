@@ -56,14 +56,14 @@ class Handover:
         oldest = next(iter(roster.waiting), None)
         if (oldest is not None and oldest.admitted_once) or not memory.free_slots:
             return None  # one that was preempted goes first
-        num_open = len(roster.running) + memory.num_reserved
+        num_open = len(roster.running) + len(memory.reserved)
         match = memory.cache.match(
             memory.cache.root(sequence.salt), sequence.packed, sequence.num_prompt_tokens, on_device=True
         )
         num_new = memory.pages_at_start(sequence.num_prompt_tokens + 1) - len(match.pages)
         needed = num_new + memory.cache.num_to_take(match.pages)
         if limits.reservation == "guaranteed":
-            others = [*roster.running.values(), *self._reserved()]
+            others = [*roster.running.values(), *memory.reserved]
             needed += sum(map(memory.pages_to_come, others)) + limits.num_pages(sequence.max_total_tokens)
             needed -= num_new + len(match.pages)
         if not has_room(limits, num_open=num_open, num_free_pages=memory.pool.num_free, num_pages=needed):
@@ -127,17 +127,14 @@ class Handover:
     @property
     def waits_for_others(self) -> bool:
         """Pages or seats are held for other engines: what finds no room gets it when they have moved on."""
-        return bool(self._memory.num_reserved or self._memory.lent)
+        return bool(self._memory.reserved or self._memory.lent)
 
     def check(self) -> None:
         """Raise AssertionError unless what is reserved belongs to those that are expected."""
-        reserved = self._reserved()
-        assert self._memory.num_reserved == len(reserved)
+        reserved = {sequence for sequence in self.expected.values() if sequence.slot >= 0}
+        assert reserved == self._memory.reserved.keys()
         for sequence in reserved:
             assert sequence.status is Status.WAITING and self._roster.find(sequence.request.request_id) is None
-
-    def _reserved(self) -> list[Sequence]:
-        return [sequence for sequence in self.expected.values() if sequence.slot >= 0]
 
     def _forget(self, sequence: Sequence) -> list[Sequence]:
         """It is expected no more; its siblings that still are."""

@@ -60,8 +60,8 @@ class SequenceMemory:
         """Waiting sequences whose KV lies in host memory."""
         self.num_deferred_pages = 0
         """Pages that come back when a step in flight commits."""
-        self.num_reserved = 0
-        """Sequences that have pages and a slot for KV that comes from another engine."""
+        self.reserved: dict[Sequence, None] = {}
+        """Sequences that have pages and a slot for KV that comes from another engine, in the order of their asking."""
         self.lent: dict[str, list[int]] = {}
         """Pages that another engine is taking the content of, by request; each has a reference of its own."""
         self._deferred: dict[int, list[tuple[list[int], int]]] = {}  # step -> pages and slots (-1: none) to free then
@@ -145,17 +145,17 @@ class SequenceMemory:
         sequence.pages = self.cache.take(match.pages) + self.pool.allocate(num_new)
         sequence.slot = self.free_slots.pop()
         self._know_beginning(sequence, match)
-        self.num_reserved += 1
+        self.reserved[sequence] = None
 
     def seat(self, sequence: Sequence) -> None:
         """The KV of its whole prompt is in the reserved pages, and its first token is known: it runs with them."""
-        self.num_reserved -= 1
+        del self.reserved[sequence]
         sequence.is_new = True
         self._start(sequence, sequence.num_prompt_tokens)
 
     def release_reserved(self, sequence: Sequence) -> None:
         """A reservation comes to nothing."""
-        self.num_reserved -= 1
+        del self.reserved[sequence]
         self.give_back(sequence)
 
     def lend(self, request_id: str, pages: Iterable[int]) -> None:

@@ -26,7 +26,9 @@ class WaitingQueue:
     def __init__(self, policy: Policy, key_of: KeyOf, max_overtakes: int):
         self._policy, self._key_of, self._max_overtakes = policy, key_of, max_overtakes
         self._by_age: OrderedDict[str, Sequence] = OrderedDict()  # every waiting sequence, in the order of its queueing
-        self._heap: list[tuple[tuple[Any, ...], Sequence]] = []  # may hold some that have left: see _is_here
+        # May hold some that have left: see _is_here. Of equal ranks (answers that were one request) the first is first.
+        self._heap: list[tuple[tuple[Any, ...], int, Sequence]] = []
+        self._num_pushed = 0
         self._set_aside: dict[Sequence, bool] = {}  # not offered until restore(); True: it was taken out of the heap
         self._held_back: set[Sequence] = set()  # forks that wait for their parent's prompt
 
@@ -66,6 +68,10 @@ class WaitingQueue:
         """Take back a preempted sequence: no newcomer of its class overtakes it."""
         _, key, ticket = sequence.rank
         sequence.rank = not self._policy.resumes_first, key, ticket
+        self.put_back(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Queue what was here before, in the place that its rank gives it."""
         self._by_age[sequence.request.request_id] = sequence
         self._by_age.move_to_end(sequence.request.request_id, last=False)
         self._push(sequence)
@@ -76,7 +82,7 @@ class WaitingQueue:
         self._set_aside.pop(sequence, None)
         self._held_back.discard(sequence)
         if len(self._heap) > 2 * len(self._by_age) + 64:
-            self._heap = [entry for entry in self._heap if self._is_here(*entry)]
+            self._heap = [entry for entry in self._heap if self._is_here(entry[0], entry[2])]
             heapq.heapify(self._heap)
 
     def head(self) -> Sequence | None:
@@ -89,7 +95,7 @@ class WaitingQueue:
         if self._policy.looks_at:
             return self._look()
         while self._heap:
-            rank, sequence = self._heap[0]
+            rank, _, sequence = self._heap[0]
             if self._is_here(rank, sequence):
                 if sequence not in self._set_aside:
                     return sequence
@@ -118,7 +124,8 @@ class WaitingQueue:
         self._set_aside.clear()
 
     def _push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (sequence.rank, sequence))
+        heapq.heappush(self._heap, (sequence.rank, self._num_pushed, sequence))
+        self._num_pushed += 1
 
     def _is_here(self, rank: tuple[Any, ...], sequence: Sequence) -> bool:
         return self._by_age.get(sequence.request.request_id) is sequence and sequence.rank is rank

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxcb.errors import JaxcbError, RequestError
-from jaxcb.paging import PrefixCache
+from jaxcb.paging import PageMoves, PrefixCache
 from jaxcb.request import FinishReason, Request, SamplingParams
 from jaxcb.scheduler.handover import Handover
 from jaxcb.scheduler.knobs import SchedulerLimits
@@ -85,6 +85,10 @@ class RecordingScheduler(Scheduler):
     def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> StepTokens:
         self._write({"commit": plan.step, "sampled": list(sampled)})
         return super().commit(plan, sampled)
+
+    def take_moves(self) -> PageMoves | None:
+        self._write({"take_moves": None})
+        return super().take_moves()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         self._write({"observe": plan.step, "seconds": seconds})
@@ -236,6 +240,7 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any], list[StepPlan]], object]]
     "take_over": lambda s, event, plans: s.handover.take_over(_expected(s, event["take_over"])),
     "lend": lambda s, event, plans: s.handover.lend(event["lend"], event["pages"]),
     "returned": lambda s, event, plans: s.handover.returned(event["returned"]),
+    "take_moves": lambda s, event, plans: s.take_moves(),
     "host_page_s": lambda s, event, plans: s.set_host_page_s(event["host_page_s"]),
     "commit": lambda s, event, plans: s.commit(plans[event["commit"]], event["sampled"]),
     "observe": lambda s, event, plans: s.observe(plans[event["observe"]], event["seconds"]),
@@ -243,7 +248,7 @@ _CALLS: dict[str, Callable[[Scheduler, dict[str, Any], list[StepPlan]], object]]
 
 
 def _found(scheduler: Scheduler, request_id: str) -> Sequence:
-    sequence = scheduler.roster.find(request_id)
+    sequence = scheduler.roster.find(request_id) or scheduler.handover.expected.get(request_id)
     if sequence is None:
         raise LookupError(f"there is no request {request_id!r}")
     return sequence
@@ -269,8 +274,22 @@ def _start(event: dict[str, Any], policy: Key | None) -> Scheduler:
 
 
 def _of_request(request: Request) -> dict[str, Any]:
-    """What the scheduler looks at: states of logits processors are arrays, and none of its business."""
-    plain = dataclasses.replace(request, processor_states=())
+    """What the scheduler looks at: states of logits processors are arrays, and none of its business; nor are their
+    arguments, which are left out where JSON can't say them."""
+    sampling = request.sampling
+    try:
+        json.dumps(sampling.extra_args)
+    except (TypeError, ValueError, RecursionError):
+        sampling = dataclasses.replace(sampling, extra_args=None)
+    deadline_s = request.ttft_deadline_s
+    plain = dataclasses.replace(
+        request,
+        processor_states=(),
+        sampling=sampling,
+        arrival_s=float(request.arrival_s),  # numbers may be numpy's
+        priority=float(request.priority),
+        ttft_deadline_s=None if deadline_s is None else float(deadline_s),
+    )
     return dataclasses.asdict(plain) | {"prompt_token_ids": list(request.prompt_token_ids)}
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from jaxcb.errors import RequestError
+from jaxcb.paging import PageMoves
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler.admission import Admission
 from jaxcb.scheduler.checks import check_request
@@ -241,6 +242,11 @@ class Scheduler:
         self.counters.generated_tokens += len(commit.tokens)
         memory.committed(step)
         return commit.tokens
+
+    def take_moves(self) -> PageMoves | None:
+        """Moves that are planned already (of pages that made room for what comes from elsewhere), for the caller to
+        carry out before he writes anything. The next plan has those that come later."""
+        return self.cache.take_moves()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn how long a step took on the device. The ITL target and "auto" preemption go by it."""

@@ -70,15 +70,17 @@ class TextUpdate:
     embedding: Float[np.ndarray, "E"] | None
 
     @classmethod
-    def ending(cls, reason: FinishReason, now_s: float, error: str | None = None) -> TextUpdate:
-        """The end of a request that no engine has taken up; with an error, it is the engines'."""
+    def ending(
+        cls, reason: FinishReason, now_s: float, error: str | None = None, *, engine_failed: bool = False
+    ) -> TextUpdate:
+        """The end of a request that no engine has taken up."""
         return cls(
             token_ids=[],
             text="",
             finish_reason=reason,
             stop_reason=None,
             error=error,
-            engine_failed=error is not None,
+            engine_failed=engine_failed,
             num_cached_tokens=0,
             num_preemptions=0,
             first_token_s=None,

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxcb.devices import CUT, Placement, on_device
-from jaxcb.models.parallel import check_divides, part_of
+from jaxcb.errors import ConfigError
+from jaxcb.models.parallel import check_divides, part_of, partitions
 from jaxcb.models.spec import ModelSpec
 
 Params = dict[str, Any]
@@ -33,12 +35,26 @@ def placer(spec: ModelSpec, placement: Placement | None) -> Place:
 
 
 def placed(params: Params, spec: ModelSpec, placement: Placement) -> Params:
-    """Parameters on the devices. Those that lie there already stay as they are."""
+    """Parameters on the devices, whole or in parts as they may be. Those that lie there already stay as they are.
+
+    Raises:
+        ConfigError: they are in as many parts as there are no devices, or the model can't be cut into so many.
+    """
+    table = params["embed"]["embedding"]
+    if table.ndim == 3:  # in parts
+        if len(table) != placement.size:
+            raise ConfigError(
+                f"the weights are cut into {len(table)} parts, and the engine has {placement.size} devices",
+                param="tensor_parallel_size",
+            )
+
+        def there(array: Array, partition: PartitionSpec) -> Array:
+            sharding = placement.sharding(partition)
+            return array if array.sharding == sharding else jax.device_put(array, sharding)
+
+        return jax.tree.map(there, params, partitions(params))
     flat = flatten_dict(params)
-    if placement.size == 1:
-        if all(array.sharding == placement.whole for array in flat.values()):
-            return params
-    elif params["embed"]["embedding"].ndim == 3:
+    if placement.size == 1 and all(array.sharding == placement.whole for array in flat.values()):
         return params
     place = placer(spec, placement)
     return unflatten_dict({path: place(path, array) for path, array in flat.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ class FakeEngine:
         self.taken: list[str] = []
         """The clients' ids."""
         self.did: list[Any] = []
+        self.finished: Counter[str] = Counter()
 
     def check_request(self, request: Request) -> None:
         if list(request.prompt_token_ids) == [13]:
@@ -49,6 +51,8 @@ class FakeEngine:
     def submit_into(self, request: Request, streams: Sequence[OutputStream]) -> None:
         if not self.healthy:
             raise EngineStoppedError("stopped")
+        if list(request.prompt_token_ids) in ([14], [15]):
+            raise RequestError("not here", param="prompt") if request.prompt_token_ids[0] == 14 else OSError("broken")
         self.taken.append(streams[0].request.request_id)
         self.running[request.request_id] = list(streams)
         for stream in streams:
@@ -71,6 +75,7 @@ class FakeEngine:
                 streams.remove(stream)
                 if not streams:
                     del self.running[key]
+        self.finished[reason.value] += 1
         deliver([(stream, dataclasses.replace(update(reason), **more))])
 
     def fail(self) -> None:
@@ -94,7 +99,7 @@ class FakeEngine:
             generation_tokens=0,
             preemptions=0,
             steps=0,
-            finished={str(reason): 0 for reason in FinishReason},
+            finished={reason.value: self.finished[reason.value] for reason in FinishReason},
             uptime_s=1.0,
             stalled_s=self.stalled_s,
             healthy=self.healthy,

@@ -16,7 +16,7 @@ import pytest
 from jaxcb.beam import BeamParams
 from jaxcb.cluster import Replicas
 from jaxcb.cluster.beginnings import BLOCK_TOKENS
-from jaxcb.cluster.replicas import MOST_AHEAD
+from jaxcb.cluster.choice import MOST_AHEAD
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.generate import beam_search, generate
 from jaxcb.request import FinishReason, Request, SamplingParams
@@ -237,6 +237,89 @@ def test_a_request_that_is_dropped_in_the_queue_never_reaches_an_engine(cluster:
     replicas.submit(request("b"))  # the name is free again
 
 
+def test_the_answers_of_a_request_of_which_some_were_dropped_keep_its_place(cluster: Make):
+    """They have the rank of the whole, so nothing but their order in the queue tells them apart."""
+    replicas, [engine] = cluster(1, max_num_seqs=3)
+    replicas.submit_choices(request("a", sampling={"n": 2}))
+    replicas.submit_choices(request("b", sampling={"n": 2}))
+    first, *others = replicas.submit_choices(request("c", sampling={"n": 3}))
+    first.abort()
+    assert replicas.stats().num_waiting == 4
+    for index in (0, 1):
+        engine.end(engine.stream_of("a", index))
+    eventually(lambda: engine.taken == ["a", "b", "c"])
+    for stream in [*(engine.stream_of("b", index) for index in (0, 1)), others[0]]:
+        engine.end(stream)
+    eventually(lambda: engine.taken == ["a", "b", "c", "c"])
+    engine.end(others[1])
+    assert {list(stream)[-1].finish_reason for stream in others} == {FinishReason.STOP}
+
+
+def test_an_abort_means_the_client_s_name_not_what_an_engine_calls_a_request(cluster: Make):
+    replicas, [engine] = cluster(1, max_num_seqs=2)
+    stream, other = [replicas.submit(request(name)) for name in ("a", "0-a")]
+    assert list(engine.running) == ["0-a", "1-0-a"]
+    replicas.abort("0-a")
+    assert list(other)[-1].finish_reason is FinishReason.ABORT
+    assert list(engine.running) == ["0-a"] and not engine.did
+    engine.end(stream)
+
+
+def test_nothing_is_queued_again_once_nobody_hands_out_any_more(cluster: Make):
+    replicas, engines = cluster(2)
+    stream = replicas.submit(request("a"))
+    engines[0].shutdown = lambda drain_s: engines[0].fail()
+    engines[1].shutdown = lambda drain_s: None
+    replicas.shutdown()
+    assert stream._ended
+
+
+def test_all_answers_of_a_request_are_retried_when_their_engine_fails(cluster: Make):
+    replicas, engines = cluster(2, max_num_seqs=4)
+    replicas.submit(request("a"))
+    replicas.submit_choices(request("b", sampling={"n": 3}))
+    assert taken(engines) == [["a"], ["b"]]
+    engines[1].fail()
+    eventually(lambda: taken(engines)[0] == ["a", "b", "b", "b"])
+
+
+@pytest.mark.parametrize(
+    ("token", "error", "engine_failed"),
+    [(14, "not here", False), (15, "the router failed: OSError: broken", True)],
+)
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "from the queue"])
+def test_a_request_that_only_an_engine_refuses_ends_with_the_reason_and_the_others_go_on(
+    cluster: Make, token, error, engine_failed, waits
+):
+    replicas, [engine] = cluster(1, max_num_seqs=2)
+    if waits:
+        running = replicas.submit_choices(request("a", sampling={"n": 2}))
+    streams = replicas.submit_choices(request("b", [token], sampling={"n": 2}))
+    behind = replicas.submit(request("c"))
+    if waits:
+        for stream in running:
+            engine.end(stream)
+    for stream in streams:
+        [*_, last] = stream
+        assert (last.finish_reason, last.error, last.engine_failed) == (FinishReason.ERROR, error, engine_failed)
+    eventually(lambda: engine.taken[-1:] == ["c"])
+    engine.end(behind)
+    assert not replicas._open and not any(member.load for member in replicas._members)
+    replicas.submit(request("b"))  # the name is free again
+
+
+def test_when_routing_itself_fails_nobody_waits_for_ever(cluster: Make, monkeypatch):
+    replicas, [engine] = cluster(1, max_num_seqs=1)
+    running, waiting = [replicas.submit(request(name)) for name in "ab"]
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas._queue, "head", lambda: 1 / 0)
+        [*_, last] = waiting
+    assert last.engine_failed and "ZeroDivisionError" in last.error
+    engine.end(running)
+    replicas.submit(request("c"))
+    assert engine.taken == ["a", "c"]
+
+
 def test_abort_by_name_reaches_the_queue_and_the_engines(cluster: Make):
     replicas, [engine] = cluster(1, max_num_seqs=1)
     streams = [replicas.submit(request(name)) for name in "ab"]
@@ -261,6 +344,8 @@ def test_what_has_sent_no_token_is_computed_on_another_engine_when_its_own_fails
     engines[1].end(streams["a"])
     [*_, last] = streams["a"]
     assert (last.finish_reason, list(last.token_ids), last.error) == (FinishReason.STOP, [5], None)
+    finished = replicas.stats().finished
+    assert (finished["error"], finished["stop"]) == (1, 1), "c and a: each has ended once"
     assert replicas.healthy and {k: s.state for k, s in replicas.stats_by_engine().items()} == {
         "0": "stopped",
         "1": "ok",

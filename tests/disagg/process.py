@@ -68,7 +68,7 @@ def decode(args: argparse.Namespace) -> None:
     if args.no_acks:
         link.received = lambda request_id, num_pages: None
     roles.takes_prompts = lambda **load: False
-    engine.incoming.take_back = lambda *arguments: None
+    engine.handovers.incoming.take_back = lambda *arguments: None
     front = Disaggregated(engine, [link])
     sampling = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
     streams = [
@@ -79,9 +79,9 @@ def decode(args: argparse.Namespace) -> None:
         )
         for i in range(1, 5)
     ]
-    while not engine.incoming.totals.pages:
+    while not engine.handovers.incoming.totals.pages:
         time.sleep(0.001)
-    say(pages=engine.incoming.totals.pages)
+    say(pages=engine.handovers.incoming.totals.pages)
     if args.no_acks:
         time.sleep(600)
     for output in streams[0]:

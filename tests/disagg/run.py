@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from jaxcb.disagg import roles
+from jaxcb.disagg import Disaggregated, PromptService, roles
+from jaxcb.disagg.connector import connector_of
+from jaxcb.disagg.identity import identity_of
+from jaxcb.disagg.remote import RemoteLink
+from jaxcb.disagg.server import PrefillServer
 from jaxcb.engine import Engine, ServingEngine
 from jaxcb.engine.incoming import Incoming
 from jaxcb.request import Request, RequestOutput, SamplingParams
@@ -53,3 +59,38 @@ def assert_nothing_is_held(*engines: Engine, within_s: float = 10.0) -> None:
             assert time.monotonic() < deadline, stats
             time.sleep(0.005)
         engine._inbox.call(engine._scheduler.check)
+
+
+@contextlib.contextmanager
+def serving(engine: Engine, connector: str = "shm", **changes: Any) -> Iterator[PrefillServer]:
+    """Prompts are taken from other processes."""
+    values = {"secret": ""} | changes
+    identity = identity_of(engine, connector)
+    server = PrefillServer(PromptService(engine), identity, connector_of(connector), ("127.0.0.1", 0), **values)
+    try:
+        yield server
+    finally:
+        server.close()
+    assert_nothing_is_held(engine)
+
+
+@contextlib.contextmanager
+def linked(engine: Engine, address: tuple[str, int], connector: str = "shm", **changes: Any) -> Iterator[Disaggregated]:
+    """Prompts are given to another process; nothing is cached here."""
+    link = RemoteLink(engine, identity_of(engine, connector), connector_of(connector), address, **changes)
+    front = Disaggregated(engine, [link])
+    engine.reset_prefix_cache()
+    try:
+        yield front
+    finally:
+        front._stopping.set()
+        front._watcher.join()
+        link.close()
+    assert_nothing_is_held(engine)
+
+
+def wait_for(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

@@ -14,8 +14,9 @@ from jaxcb.disagg import Disaggregated, LocalLink, PromptService
 from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError, RequestError
 from jaxcb.request import FinishReason, Request, SamplingParams
+from jaxcb.scheduler.replay import replay
 from jaxcb.structured_outputs import StructuredOutputs
-from tests.disagg.run import PROMPTS, SAMPLING, answers, assert_nothing_is_held, keep_roles, tokens_of
+from tests.disagg.run import PROMPTS, SAMPLING, answers, assert_nothing_is_held, keep_roles, tokens_of, wait_for
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
 LONG = [[(7 * i * j + 3 * j) % 250 for j in range(500)] for i in range(1, 5)]
@@ -67,7 +68,7 @@ def unlink(front: Disaggregated) -> None:
 
 
 def handed_over(front: Disaggregated) -> int:
-    return front.decode.incoming.totals.requests
+    return front.decode.handovers.incoming.totals.requests
 
 
 def test_the_answers_are_those_of_one_engine(front, plain):
@@ -79,19 +80,19 @@ def test_the_answers_are_those_of_one_engine(front, plain):
 
 
 def test_a_prompt_travels_chunk_by_chunk_and_the_decode_engine_computes_none_of_it(front, prefill, decode, plain):
-    pages, steps = decode.incoming.totals.pages, decode.stats().steps
+    pages, steps = decode.handovers.incoming.totals.pages, decode.stats().steps
     [[output]] = answers(front, LONG[:1], [GREEDY])
-    assert decode.incoming.totals.pages - pages == 32, "500 tokens in pages of 16, the last one in part"
+    assert decode.handovers.incoming.totals.pages - pages == 32, "500 tokens in pages of 16, the last one in part"
     assert decode.stats().steps - steps <= 10, "one for each token but the first, and one that came too late"
     assert [[list(output.token_ids)]] == tokens_of(answers(plain, LONG[:1], [GREEDY]))
 
 
 def test_pages_of_a_beginning_that_is_known_do_not_travel(front, decode):
     answers(front, LONG[:1], [GREEDY])
-    pages = decode.incoming.totals.pages
+    pages = decode.handovers.incoming.totals.pages
     longer = LONG[0][:480] + [7] * 100
     [[output]] = answers(front, [longer], [GREEDY])
-    assert decode.incoming.totals.pages - pages == 37 - 30
+    assert decode.handovers.incoming.totals.pages - pages == 37 - 30
     assert output.num_cached_tokens == 480
 
 
@@ -241,23 +242,107 @@ def test_a_decode_engine_that_fails_ends_its_requests_and_frees_the_prefill_engi
     outputs = answers(front, LONG, [GREEDY] * 4)
     assert {output.finish_reason for [output] in outputs} == {FinishReason.ERROR}
     assert not front.healthy
-    unlink(front)
     assert_nothing_is_held(prefill)
+    unlink(front)
 
 
 def test_an_idle_decode_engine_takes_prompts_when_the_other_has_too_many(front, decode, prefill, plain):
     prefill.pause()
-    taken = decode.incoming.totals.taken_over
+    taken = decode.handovers.incoming.totals.taken_over
     results: list[list[list[list[int]]]] = []
     thread = threading.Thread(target=lambda: results.append(tokens_of(answers(front, LONG, [GREEDY] * 4))))
     thread.start()
     deadline = time.monotonic() + 20
-    while decode.incoming.totals.taken_over == taken and time.monotonic() < deadline:
+    while decode.handovers.incoming.totals.taken_over == taken and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert decode.incoming.totals.taken_over > taken
+    assert decode.handovers.incoming.totals.taken_over > taken
     prefill.resume()
     thread.join()
     assert results == [tokens_of(answers(plain, LONG, [GREEDY] * 4))]
+
+
+def test_a_prefill_engine_that_hung_and_comes_back_keeps_no_pages_for_what_was_taken_over(
+    prefill,
+    make_engines,  # noqa: F811
+    plain,
+    monkeypatch,
+):
+    for_one = make_engines(kv_transfer=True, num_kv_pages=44, max_model_len=700, seed=5)
+    front = front_of(prefill, for_one)
+    prefill.pause()
+    streams = [
+        front.submit_blocking(Request(request_id=f"r{i}", prompt_token_ids=prompt, sampling=GREEDY))
+        for i, prompt in enumerate(LONG[:3])
+    ]
+    wait_for(lambda: for_one.handovers.incoming.num_coming == 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptService, "works", False)  # as after a minute
+        tokens = [[list(list(stream)[-1].token_ids)] for stream in streams]
+    assert tokens == tokens_of(answers(plain, LONG[:3], [GREEDY] * 3))
+    prefill.resume()
+    assert_nothing_is_held(prefill, for_one)
+    assert front.links[0].backlog_tokens == 0
+    unlink(front)
+
+
+def test_whatever_goes_wrong_with_a_prompt_it_is_computed_by_the_decode_engine(front, prefill, plain, monkeypatch):
+    expected = tokens_of(answers(plain, LONG[:2], [GREEDY] * 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill.handovers, "submit_prompt", lambda *arguments: 1 / 0)
+        assert tokens_of(answers(front, LONG[:2], [GREEDY] * 2)) == expected
+    [link] = front.links
+    assert link.alive and link.backlog_tokens == 0
+
+
+@pytest.mark.parametrize("where", ["in one process", "on the prefill engine's thread"])
+def test_a_transfer_that_fails_ends_the_hand_overs_and_no_request(prefill, decode, plain, monkeypatch, where):
+    front = front_of(prefill, decode)
+    for engine in (prefill, decode):
+        engine.reset_prefix_cache()
+    [link] = front.links
+    expected = tokens_of(answers(plain, LONG, [GREEDY] * 4))
+    if where == "in one process":
+        monkeypatch.setattr(link, "pages", lambda *arguments: 1 / 0)
+    else:  # acknowledges what was never sent
+        received = link.received
+        monkeypatch.setattr(link, "received", lambda request_id, num_pages: received(request_id, num_pages + 1))
+    assert tokens_of(answers(front, LONG, [GREEDY] * 4)) == expected
+    assert not link.alive and prefill.healthy and decode.healthy
+    assert tokens_of(answers(front, LONG[:1], [GREEDY])) == expected[:1]
+    unlink(front)
+    assert_nothing_is_held(prefill, decode)
+
+
+@pytest.mark.parametrize("running", ["keep", "restart"])
+def test_weights_that_differ_between_the_sides_never_make_an_answer(prefill, decode, make_engines, params, running):  # noqa: F811
+    """Whichever side is changed first, and while KV is under way."""
+    others = {**params, "final_norm": {"scale": -params["final_norm"]["scale"]}}
+    other = make_engines(seed=9)
+    other.update_params(others)
+    expected = tokens_of(answers(other, LONG, [GREEDY] * 4))
+    front = front_of(prefill, decode)
+    for engine in (prefill, decode):
+        engine.reset_prefix_cache()
+    totals = decode.handovers.incoming.totals
+    prefill.pause()
+    streams = [
+        front.submit_blocking(Request(request_id=f"r{i}", prompt_token_ids=prompt, sampling=GREEDY))
+        for i, prompt in enumerate(LONG)
+    ]
+    decode.update_params(others, running=running)
+    prefill.resume()
+    assert [[list(list(stream)[-1].token_ids)] for stream in streams] == expected
+    decode.reset_prefix_cache()
+    before = totals.requests
+    assert tokens_of(answers(front, LONG, [GREEDY] * 4)) == expected, "the prefill engine has the old ones"
+    assert totals.requests == before
+    prefill.update_params(others, running=running)
+    decode.reset_prefix_cache()
+    assert tokens_of(answers(front, LONG, [GREEDY] * 4)) == expected
+    assert totals.requests == before + 4, "they have the same again"
+    front.update_params(params, running=running)
+    unlink(front)
+    assert_nothing_is_held(prefill, decode)
 
 
 def test_what_can_not_work_is_refused_by_name(front, plain, prefill, decode):
@@ -269,3 +354,24 @@ def test_what_can_not_work_is_refused_by_name(front, plain, prefill, decode):
         Disaggregated(decode, [])
     with pytest.raises(ConfigError, match="kv_transfer"):
         LocalLink(PromptService(plain), decode)
+
+
+def test_what_an_engine_did_with_hand_overs_and_host_memory_is_planned_the_same_again(
+    prefill,
+    make_engines,  # noqa: F811
+    plain,
+    tmp_path_factory,
+):
+    log = tmp_path_factory.mktemp("log") / "events.jsonl"
+    changes = {"num_kv_pages": 70, "host_kv_gib": 0.01, "preemption": "swap", "event_log": str(log)}
+    small = make_engines(kv_transfer=True, **changes)
+    front = front_of(prefill, small)
+    held = SamplingParams(max_tokens=30, temperature=0, structured_outputs=StructuredOutputs(regex="abc[de]{20}"))
+    prompts, sampling = [*LONG, *PROMPTS, *LONG[:2], LONG[2]], [*[GREEDY] * 4, *SAMPLING, *[GREEDY] * 2, held]
+    assert tokens_of(answers(front, prompts, sampling)) == tokens_of(answers(plain, prompts, sampling))
+    unlink(front)
+    assert_nothing_is_held(prefill, small)
+    lines = log.read_text().splitlines()
+    assert any('"take_moves"' in line for line in lines)
+    assert sum('"adopt"' in line for line in lines) > 5 and small.stats().host_pages_cached > 0
+    assert len(replay(lines)) == small.stats().steps

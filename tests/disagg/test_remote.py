@@ -11,12 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from jaxcb.disagg import Disaggregated, PromptService
+from jaxcb.disagg import PromptService
 from jaxcb.disagg.connector import connector_of
 from jaxcb.disagg.identity import identity_of
 from jaxcb.disagg.remote import RemoteLink
@@ -26,7 +25,17 @@ from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError
 from jaxcb.request import SamplingParams
 from jaxcb.structured_outputs import StructuredOutputs
-from tests.disagg.run import PROMPTS, SAMPLING, answers, assert_nothing_is_held, keep_roles, tokens_of
+from tests.disagg.run import (
+    PROMPTS,
+    SAMPLING,
+    answers,
+    assert_nothing_is_held,
+    keep_roles,
+    linked,
+    serving,
+    tokens_of,
+    wait_for,
+)
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
 LONG = [[(7 * i * j + 3 * j) % 250 for j in range(500)] for i in range(1, 5)]
@@ -80,30 +89,6 @@ def decode(make_engines) -> Engine:  # noqa: F811
     return make_engines(kv_transfer=True, num_kv_pages=399)
 
 
-@contextlib.contextmanager
-def serving(engine: Engine, connector: str = "shm", **changes: object) -> Iterator[PrefillServer]:
-    values = {"secret": ""} | changes
-    identity = identity_of(engine, connector)
-    server = PrefillServer(PromptService(engine), identity, connector_of(connector), ("127.0.0.1", 0), **values)
-    yield server
-    server.close()
-    assert_nothing_is_held(engine)
-
-
-@contextlib.contextmanager
-def linked(
-    engine: Engine, address: tuple[str, int], connector: str = "shm", **changes: object
-) -> Iterator[Disaggregated]:
-    link = RemoteLink(engine, identity_of(engine, connector), connector_of(connector), address, **changes)
-    front = Disaggregated(engine, [link])
-    engine.reset_prefix_cache()
-    yield front
-    front._stopping.set()
-    front._watcher.join()
-    link.close()
-    assert_nothing_is_held(engine)
-
-
 def test_the_answers_are_those_of_one_engine_whatever_is_asked_for(prefill, decode, plain):
     prompts = [*PROMPTS, *LONG, LONG[1][:150], PROMPTS[3], PROMPTS[5]]
     sampling = [
@@ -115,9 +100,9 @@ def test_the_answers_are_those_of_one_engine_whatever_is_asked_for(prefill, deco
     ]
     expected = answers(plain, prompts, sampling)
     with serving(prefill) as server, linked(decode, server.address) as front:
-        before = decode.incoming.totals.requests
+        before = decode.handovers.incoming.totals.requests
         given = answers(front, prompts, sampling)
-        assert decode.incoming.totals.requests - before == len(prompts)
+        assert decode.handovers.incoming.totals.requests - before == len(prompts)
     assert tokens_of(given) == tokens_of(expected)
     assert given[12][1].logprobs.top_ids.tolist() == expected[12][1].logprobs.top_ids.tolist()
 
@@ -130,14 +115,14 @@ def test_a_prefill_process_is_killed_at_every_stage_and_no_answer_differs(decode
         [link] = front.links
         for stage in ("chunks", "before the ack", "decoding", "before"):
             decode.reset_prefix_cache()
-            pages = decode.incoming.totals.pages
+            pages = decode.handovers.incoming.totals.pages
             results: list[list[list[list[int]]]] = []
             answering = threading.Thread(
                 target=lambda into=results: into.append(tokens_of(answers(front, LONG, [GREEDY] * 4)))
             )
             answering.start()
             if stage != "before":
-                wait_for(lambda pages=pages: decode.incoming.totals.pages > pages)
+                wait_for(lambda pages=pages: decode.handovers.incoming.totals.pages > pages)
                 if stage == "before the ack":
                     decode.pause()
                     time.sleep(0.1)
@@ -159,15 +144,15 @@ def test_jax_s_transfer_server_carries_pages_too_and_outlives_a_killed_peer(deco
     expected = tokens_of(answers(plain, LONG, [GREEDY] * 4))
     process = Process("prefill", "0", "--connector", "transfer", "--delay-s", "0.03")
     with linked(decode, ("127.0.0.1", process.told("port")), "transfer") as front:
-        before = decode.incoming.totals.requests
+        before = decode.handovers.incoming.totals.requests
         assert tokens_of(answers(front, LONG, [GREEDY] * 4)) == expected
-        assert decode.incoming.totals.requests - before == 4
+        assert decode.handovers.incoming.totals.requests - before == 4
         decode.reset_prefix_cache()
-        pages = decode.incoming.totals.pages
+        pages = decode.handovers.incoming.totals.pages
         results: list[list[list[list[int]]]] = []
         answering = threading.Thread(target=lambda: results.append(tokens_of(answers(front, LONG, [GREEDY] * 4))))
         answering.start()
-        wait_for(lambda: decode.incoming.totals.pages > pages)
+        wait_for(lambda: decode.handovers.incoming.totals.pages > pages)
         process.kill()
         answering.join()
         assert results == [expected]
@@ -209,6 +194,7 @@ def test_sides_that_do_not_fit_are_refused_with_the_reason(prefill, decode, make
         for changes, secret, words in (
             ({}, "wrong", "--kv-secret"),
             ({"jaxcb": "0.0.1"}, "right", "versions of jaxcb: '0.0.1' here"),
+            ({"devices": "2"}, "right", r"numbers of devices \(tensor_parallel_size\): '2' here, '1' there"),
             ({"weights": "0"}, "right", "different weights of the model"),
             ({"page": "2x2x8x2x16 float32"}, "right", "different pages"),
             ({"connector": "transfer"}, "right", "different connectors: 'transfer' here, 'shm' there"),
@@ -237,20 +223,17 @@ def test_a_stranger_on_the_line_does_no_harm(prefill, decode, plain):
 
 def test_no_shared_memory_stays_behind(prefill, decode):
     with serving(prefill) as server, linked(decode, server.address):
-        assert not list(Path("/dev/shm").glob("jaxcb-kv-*"))
+        wait_for(lambda: not list(Path("/dev/shm").glob("jaxcb-kv-*")))  # the server unlinks it when it hears "joined"
 
 
 def test_weights_are_not_changed_on_one_side_alone(prefill, decode, params):  # noqa: F811
     with (
         serving(prefill) as server,
         linked(decode, server.address) as front,
-        pytest.raises(ConfigError, match="another process"),
     ):
-        front.update_params(params)
-
-
-def wait_for(condition, within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+        for engine in (front, decode, prefill):
+            with pytest.raises(ConfigError, match="another process") as error:
+                engine.update_params(params)
+            assert error.value.param == "params"
+    for engine in (decode, prefill):
+        engine.update_params(params)

@@ -6,6 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcb import logits_processor
+from jaxcb.cluster import Replicas
+from jaxcb.engine import OutputStream, prepare
 from jaxcb.errors import ConfigError, RequestError
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.request import Request, SamplingParams
@@ -111,3 +114,37 @@ def test_an_engine_without_processors_refuses_arguments(make_engines):
 def test_what_is_no_processor_is_refused_by_name(make_engines):
     with pytest.raises(ConfigError, match="logits_processors"):
         make_engines(logits_processors=(lambda logits: logits,))
+
+
+def test_what_would_be_refused_behind_a_queue_is_refused_before_it(make_engines, monkeypatch):
+    """A processor's start and the words are made where the client waits, once."""
+    engine = make_engines(**WITH)
+    replicas = Replicas([engine])
+    started = []
+
+    def start_states(processors, extra_args, prompt):
+        started.append(extra_args)
+        return logits_processor.start_states(processors, extra_args, prompt)
+
+    monkeypatch.setattr(prepare, "start_states", start_states)
+
+    def submit(**fields: object) -> OutputStream:
+        return replicas.submit(Request(request_id="a", prompt_token_ids=prompt(1, 9), sampling=twenty(**fields)))
+
+    with pytest.raises(RequestError, match="a logits processor refused the request"):
+        submit(extra_args={"boost": "x"})
+    with pytest.raises(RequestError, match="bad_words"):
+        submit(bad_words=["x" * 100])
+    started.clear()
+    [*_, last] = submit(extra_args={"boost": [11, 12]}, bad_words=["y"])
+    assert set(last.token_ids) <= {11, 12} and len(started) == 1
+
+
+def test_a_fork_that_a_processor_refuses_leaves_nothing_behind(make_engines):
+    engine = make_engines(**WITH)
+    parent = engine.submit_blocking(Request(request_id="a", prompt_token_ids=prompt(1, 9), sampling=twenty()))
+    child = Request(request_id="b", prompt_token_ids=prompt(1, 9), sampling=twenty(extra_args={"boost": "x"}))
+    with pytest.raises(RequestError, match="refused"):
+        engine.fork([parent], [(child, 0)], blocking=True)
+    list(parent)
+    assert not engine._inbox.open_keys()

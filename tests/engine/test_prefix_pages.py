@@ -17,8 +17,8 @@ def test_an_imported_page_holds_the_very_kv_that_was_computed(make_engines):  # 
     prompt = [(3 * i) % 250 for i in range(100)]
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     [expected] = complete(one, [prompt], sampling)
-    assert other.import_prefix(one.export_prefix(prompt)) == 96
-    source, copy = one.export_prefix(prompt), other.export_prefix(prompt)
+    assert other.handovers.import_prefix(one.handovers.export_prefix(prompt)) == 96
+    source, copy = one.handovers.export_prefix(prompt), other.handovers.export_prefix(prompt)
     assert source.token_ids == copy.token_ids == prompt[:96]
     np.testing.assert_array_equal(source.pages, copy.pages)
     assert np.abs(source.pages.astype(np.float64)).max() > 0
@@ -28,16 +28,17 @@ def test_an_imported_page_holds_the_very_kv_that_was_computed(make_engines):  # 
 
 def test_what_does_not_fit_is_refused_by_name(make_engines):  # noqa: F811
     with pytest.raises(ConfigError, match="kv_transfer"):
-        make_engines().export_prefix([1, 2])
+        make_engines().handovers.export_prefix([1, 2])
     with pytest.raises(ConfigError, match="pages hold"):
-        make_engines(kv_transfer=True).import_prefix(PrefixPages([1] * 16, np.zeros((1, 2, 2, 8, 2, 16), np.float32)))
+        other = PrefixPages([1] * 16, np.zeros((1, 2, 2, 8, 2, 16), np.float32))
+        make_engines(kv_transfer=True).handovers.import_prefix(other)
 
 
 def test_an_engine_that_has_stopped_says_so(make_engines):  # noqa: F811
     stopped = make_engines(kv_transfer=True, seed=1)
     stopped.shutdown()
     with pytest.raises(EngineStoppedError):
-        stopped.export_prefix([1] * 20)
+        stopped.handovers.export_prefix([1] * 20)
 
 
 def test_pages_that_make_room_for_a_beginning_reach_host_memory_before_they_are_written(make_engines):  # noqa: F811
@@ -46,10 +47,11 @@ def test_pages_that_make_room_for_a_beginning_reach_host_memory_before_they_are_
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     old, new = [[(i * step + 1) % 250 for i in range(272)] for step in (7, 11)]
     [before] = complete(small, [old], sampling)
-    kept = small.export_prefix(old).pages
+    kept = small.handovers.export_prefix(old).pages
     complete(one, [new], sampling)
-    assert small.import_prefix(one.export_prefix(new)) == 272
+    assert small.handovers.import_prefix(one.handovers.export_prefix(new)) == 272
     [again] = complete(small, [old], sampling)
     assert again.num_cached_tokens > 0 and small.stats().host_pages_brought_back > 0
-    np.testing.assert_allclose(small.export_prefix(old).pages, kept, atol=1e-5)  # a page computed again may round anew
+    brought_back = small.handovers.export_prefix(old).pages
+    np.testing.assert_allclose(brought_back, kept, atol=1e-5)  # a page computed again may round anew
     assert again.token_ids == before.token_ids

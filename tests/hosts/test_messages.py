@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcb.disagg.wire import PeerError
+from jaxcb.errors import PeerError
 from jaxcb.hosts.messages import pack, unpack
 from jaxcb.paging import PageMoves
 from jaxcb.sampling import Tier

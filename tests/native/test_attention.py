@@ -12,11 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxcb.cache import cache_dir
 from pallas_kernels import QuantizedPages, attention_metadata, native, ragged_paged_attention, reference, write_kv
 from tests.pallas_kernels.batches import Batch, ragged_batch, relative_error
 
 pytestmark = pytest.mark.native
 TOLERANCE = 2e-6
+
+
+def tolerance(kv_dtype: str) -> float:
+    """Where the CPU multiplies bfloat16, queries and weights are rounded to it over pages of that."""
+    rounded = native.load(cache_dir() / "native").variant == "avx512_bf16" and kv_dtype in ("bfloat16", "uint16")
+    return 5e-3 if rounded else TOLERANCE
 
 
 def tables_of(batch: Batch) -> native.Tables:
@@ -43,12 +50,12 @@ def test_any_ragged_batch(data):
         page_size=draw(st.sampled_from([8, 16, 64, 128])),
         num_tokens=sum(n for n, _ in seqs) + draw(st.integers(0, 3)),
         num_seqs=len(seqs) + draw(st.integers(0, 2)),
-        kv_dtype=draw(st.sampled_from(["float32", "bfloat16", "float16", "uint16", "int8"])),
+        kv_dtype=(dtype := draw(st.sampled_from(["float32", "bfloat16", "float16", "uint16", "int8"]))),
         window=draw(st.none() | st.integers(1, 150)),
     )
     soft_cap = draw(st.none() | st.floats(1, 50))
     got = attend(batch, soft_cap=soft_cap)
-    assert relative_error(got, batch.expected(soft_cap=soft_cap)) < TOLERANCE
+    assert relative_error(got, batch.expected(soft_cap=soft_cap)) < tolerance(dtype)
     assert not got[batch.query_starts[-1] :].any(), "padding tokens give 0"
 
 
@@ -133,7 +140,7 @@ def test_keys_and_values_are_written_and_attended_to(dtype, norm):
     step = {"float32": 1e-6, "uint16": 2**-8, "float16": 2**-11}[dtype]
     np.testing.assert_allclose(got_pages, wanted_pages, rtol=step, atol=1e-6)
     wanted = reference.ragged_paged_attention(q, np.asarray(pages), starts, contexts, batch.block_tables, **place)
-    assert relative_error(np.asarray(out)[:used].reshape(used, 6, D), wanted[:used]) < 1e-5
+    assert relative_error(np.asarray(out)[:used].reshape(used, 6, D), wanted[:used]) < max(1e-5, tolerance(dtype))
     assert not np.asarray(out)[used:].any()
 
 

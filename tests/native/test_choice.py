@@ -60,12 +60,30 @@ def test_a_cpu_without_the_instructions_gets_xla(unloaded, monkeypatch):
         library.load(unloaded)
 
 
-def test_a_library_that_does_not_load_is_reported_and_not_used(unloaded):
-    file = build.library(unloaded / "native", build.cpu_variants()[0])
+def break_library(directory: Path, variant: str) -> None:
+    file = build.library(directory / "native", variant)
     file.parent.mkdir(parents=True)
     file.write_bytes(b"this is no library")
+
+
+def test_a_library_that_does_not_load_is_reported_and_not_used(unloaded):
+    for variant in build.cpu_variants():
+        break_library(unloaded, variant)
     assert native.choose(None, SPEC, jnp.float32) == "xla"
     assert "can't be loaded" in str(native.why_not_loaded())
+
+
+def test_the_next_best_variant_takes_the_place_of_one_that_does_not_load(unloaded, monkeypatch, caplog):
+    best = build.cpu_variants()[0]
+    if best == "neon":
+        pytest.skip("this architecture has one variant")
+    broken = "avx512_bf16" if best == "avx2" else best
+    monkeypatch.setattr(library, "cpu_variants", lambda: [broken, "avx2"])
+    break_library(unloaded, broken)
+    with caplog.at_level(logging.WARNING, logger="pallas_kernels.native"):
+        assert native.choose(None, SPEC, jnp.float32) == "native"
+    assert library.loaded().variant == "avx2"
+    assert any(f"({broken})" in line and "the next best are tried" in line for line in caplog.messages)
 
 
 def test_a_library_that_computes_wrong_numbers_is_not_used(unloaded, monkeypatch):

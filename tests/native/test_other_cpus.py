@@ -17,7 +17,7 @@ SEED, ROUNDS = "1", "40"
 
 def compared(command: list[str], tmp_path: Path, runner: tuple[str, ...] = ()) -> None:
     program = tmp_path / "compared"
-    sources = [HERE / "compared.cc", SOURCES / "attention.cc", SOURCES / "product.cc"]
+    sources = [HERE / "compared.cc", *(SOURCES / name for name in ("attention.cc", "place.cc", "product.cc"))]
     flags = ["-std=c++20", "-pthread", f"-I{SOURCES}", *map(str, sources), "-o", str(program)]
     built = subprocess.run([*command, *flags], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-3000:]
@@ -26,8 +26,9 @@ def compared(command: list[str], tmp_path: Path, runner: tuple[str, ...] = ()) -
     assert ran.stdout.startswith("of what is allowed"), ran.stdout
 
 
-def test_this_cpu(tmp_path):
-    compared([str(compiler()), "-O0", *VARIANTS[cpu_variants()[0]]], tmp_path)
+@pytest.mark.parametrize("variant", cpu_variants())
+def test_this_cpu(variant, tmp_path):
+    compared([str(compiler()), "-O0", *VARIANTS[variant]], tmp_path)
 
 
 def test_neon_under_qemu(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.native.build import SOURCES, VARIANTS, compiler, cpu_variants
 
 pytestmark = pytest.mark.native
-KERNELS = ("attention.cc", "product.cc")
+KERNELS = ("attention.cc", "place.cc", "product.cc")
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])

@@ -41,9 +41,9 @@ def main() -> None:
     engines = [Engine.start(CONFIG, devices=[device], progress=False) for device in jax.devices()]
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(answers, engines))
-    handed_over = engines[1].import_prefix(engines[0].export_prefix(PROMPTS[2], "salt"), "salt")
+    handed_over = engines[1].handovers.import_prefix(engines[0].handovers.export_prefix(PROMPTS[2], "salt"), "salt")
     engines[1].reset_prefix_cache()
-    handed_over += engines[1].import_prefix(engines[0].export_prefix(PROMPTS[2]))
+    handed_over += engines[1].handovers.import_prefix(engines[0].handovers.export_prefix(PROMPTS[2]))
     found.append(answers(engines[1]))
     print(json.dumps({"answers": found, "places": [places(engine) for engine in engines], "handed_over": handed_over}))
     for engine in engines:

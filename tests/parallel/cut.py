@@ -87,9 +87,9 @@ def found_of(engine: Engine, other: Engine) -> dict[str, Any]:
         return [output.token_ids for output in complete(engine, PROMPTS, SAMPLING)] == tokens
 
     complete(engine, [PROMPTS[2]], SAMPLING[4])
-    handed_over = other.import_prefix(engine.export_prefix(PROMPTS[2], ""), "")
+    handed_over = other.handovers.import_prefix(engine.handovers.export_prefix(PROMPTS[2], ""), "")
     engine.reset_prefix_cache()
-    handed_back = engine.import_prefix(other.export_prefix(PROMPTS[2]))
+    handed_back = engine.handovers.import_prefix(other.handovers.export_prefix(PROMPTS[2]))
     programs = [program.as_text() or "" for program in engine._runner._forward.values()]
     found = {
         "sums": [len(re.findall(r" all-reduce(?:-start)?\(", text)) for text in programs],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -118,6 +119,19 @@ def test_a_guaranteed_reservation_counts_what_all_others_may_still_take():
     assert scheduler.handover.reserve(second) is None, "3 + 3 pages are free, 6 + 6 may be needed"
 
 
+def test_a_guaranteed_admission_counts_what_those_with_reserved_pages_may_still_take():
+    scheduler = make(reservation="guaranteed", num_kv_pages=9, max_model_len=36)
+    sequence = expect(scheduler, "a", max_tokens=14)
+    assert scheduler.handover.reserve(sequence) == 0
+    scheduler.add(request("b", max_tokens=14))
+    assert scheduler.plan() is None, "3 + 3 pages are free, 6 + 6 may be needed"
+    scheduler.handover.first_token(sequence, 7, 0)
+    scheduler.handover.adopt(sequence)
+    tokens = run(scheduler)
+    assert scheduler.counters.preemptions == 0
+    assert sorted(name for name, _ in tokens) == ["a"] * 13 + ["b"] * 14
+
+
 def test_what_is_taken_over_is_computed_here_with_the_token_that_is_known():
     scheduler = make()
     sequence = expect(scheduler, "a")
@@ -189,3 +203,33 @@ def test_a_recorded_life_with_hand_overs_is_replayed():
     scheduler.commit(plan, [5] * plan.num_rows)
     run(scheduler)
     assert len(replay(log.getvalue().splitlines())) > 5
+
+
+def test_moves_that_are_carried_out_between_plans_are_in_the_log():
+    """Pages of others that move to host memory before KV comes into them."""
+    log = io.StringIO()
+    scheduler = RecordingScheduler(limits(num_kv_pages=11, num_host_pages=4), [EOS], file=log)
+    scheduler.add(request("old"))
+    run(scheduler)
+    [sequence] = scheduler.handover.expect([dataclasses.replace(request("a"), prompt_token_ids=[2] * 34)])
+    assert scheduler.handover.reserve(sequence) == 0
+    assert scheduler.take_moves().out
+    scheduler.handover.first_token(sequence, 7, 0)
+    scheduler.handover.adopt(sequence)
+    run(scheduler)
+    assert len(replay(log.getvalue().splitlines())) > 5
+
+
+def test_what_is_foreseen_of_an_expected_sequence_is_in_the_log():
+    log = io.StringIO()
+    scheduler = RecordingScheduler(limits(), [EOS], file=log)
+    sequence = expect(scheduler, "a")
+    scheduler.foresee(sequence, [7, 5, 5])
+    scheduler.handover.reserve(sequence)
+    scheduler.handover.first_token(sequence, 7, 0)
+    scheduler.foresee(sequence, [5, 5])
+    scheduler.handover.adopt(sequence)
+    run(scheduler)
+    lines = log.getvalue().splitlines()
+    assert sum('"foresee"' in line for line in lines) == 2
+    assert len(replay(lines)) == 3, "of five tokens some are computed together"

@@ -4,6 +4,7 @@ import functools
 import io
 import json
 
+import numpy as np
 import pytest
 
 from jaxcb.request import Request, SamplingParams
@@ -116,3 +117,26 @@ def test_a_restart_is_in_the_log():
     d.run()
     assert [checksum(plan) for plan in replay(file.getvalue().splitlines())] == [checksum(plan) for plan in d.plans]
     assert sum(plan.num_tokens for plan in d.plans) > 3 + 9, "tokens are computed again"
+
+
+def test_a_request_with_what_json_can_not_say_is_recorded_all_the_same():
+    """vLLM's extra_args may be anything; numbers may be numpy's."""
+    file = io.StringIO()
+    d = recording_driver(file)
+    for name, extra_args in (("a", {"states": np.zeros(3), 1: (2,)}), ("b", {"bytes": b"x"}), ("c", {"key": [1]})):
+        d.scheduler.add(
+            Request(
+                request_id=name,
+                prompt_token_ids=[1, 2, 3],
+                sampling=SamplingParams(max_tokens=2, extra_args=extra_args),
+                priority=np.float32(1.5),
+                arrival_s=np.int64(2),
+                ttft_deadline_s=np.float32(0.5),
+            )
+        )
+    while (plan := d.scheduler.plan()) is not None:
+        d.scheduler.commit(plan, [5] * plan.num_rows)
+    plans = replay(file.getvalue().splitlines())
+    requests = {row.sequence.request.request_id: row.sequence.request for plan in plans for row in plan.rows}
+    assert requests["a"].priority == 1.5 and requests["a"].sampling.extra_args is None
+    assert requests["c"].sampling.extra_args == {"key": [1]}

@@ -49,6 +49,8 @@ def test_what_makes_no_sense_together_is_refused_by_name(argv, param):
         (("--disaggregate", "prefill=40,decode=30"), "needs 70 devices"),
         (("--kv-role", "prefill", "--kv-listen", "nowhere"), "--kv-listen must be HOST:PORT"),
         (("--kv-role", "decode", "--kv-peer", "host:port"), "--kv-peer must be HOST:PORT"),
+        (("--kv-role", "prefill", "--kv-listen", "0.0.0.0:0"), "without --kv-secret"),
+        (("--kv-role", "both", "--kv-peer", "a:1", "--kv-listen", "[::]:0"), "without --kv-secret"),
         (("--disaggregate", "prefill=1,decode=1", "--data-parallel-size", "2"), "several decode engines"),
     ],
 )

@@ -402,9 +402,16 @@ def test_a_mix_of_requests_is_counted_to_the_last(server: ServerProcess, http: h
     results = asyncio.run(mix())
     until_idle(http)
     after = metrics(http)
-    for kind in ("length", "abort", "stop", "error"):
-        count = sum(answers for what, answers, _ in results if what == kind)
-        assert after[f"vllm:request_success_total/{kind}"] - before[f"vllm:request_success_total/{kind}"] == count
+    ended = {
+        kind: after[f"vllm:request_success_total/{kind}"] - before[f"vllm:request_success_total/{kind}"]
+        for kind in ("length", "abort", "stop", "error")
+    }
+    counts = {kind: sum(answers for what, answers, _ in results if what == kind) for kind in ended}
+    # On a busy machine the answer to a client that leaves may be complete before the server learns of it: such a one
+    # ends once too, under "length".
+    late = ended["length"] - counts["length"]
+    assert 0 <= late < counts["abort"] / 2
+    assert ended == counts | {"length": counts["length"] + late, "abort": counts["abort"] - late}
     assert [what for what, _, _ in results].count("abort") == 30
     assert [what for what, _, _ in results].count("refused") == 10
     generated = after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]

@@ -5,31 +5,13 @@
 #include <vector>
 
 #include "dot.h"
-#include "norm.h"
+#include "pages.h"
+#include "pair_block.h"
 
 namespace jaxcb {
 namespace {
 
-constexpr int64_t kBlock = 64;       // positions: keys and values of a block fit the first-level cache at D = 64
-constexpr int64_t kAhead = 16;       // positions between a key that is read and the one that is asked for
 constexpr int64_t kTileTokens = 32;  // of a chunk, that share a block's keys and values while these are in the cache
-
-// Keys and values of one layer of the pool.
-template <class T>
-struct Pages {
-  T* data;
-  float* scales;
-  const Shape* shape;
-  T* row(int64_t page, int64_t offset, int64_t head, int which) const {
-    return data + ((flat(page, which) * shape->page_size + offset) * shape->kv_heads + head) * shape->head_dim;
-  }
-  float* scale(int64_t page, int64_t offset, int64_t head, int which) const {
-    return scales + (flat(page, which) * shape->kv_heads + head) * shape->page_size + offset;
-  }
-
- private:
-  int64_t flat(int64_t page, int which) const { return page * 2 * shape->num_layers + 2 * shape->layer + which; }
-};
 
 // Keys, or values, of some positions of a block.
 template <class T>
@@ -39,19 +21,20 @@ struct Rows {
   Rows from(int64_t n) const { return {at + n, scales ? scales + n : nullptr}; }
 };
 
-// What a token's heads know after some blocks: largest score, sum of weights and weighted sum of values of each head.
+// What rows, the query heads of some tokens, know after some blocks: of each its largest score, the sum of its weights
+// and the values' weighted sum.
 struct Softmax {
   float *peak, *total, *values;
-  static size_t size(int64_t heads, int64_t head_dim) { return heads * (head_dim + 2); }
-  Softmax(float* memory, int64_t heads) : peak(memory), total(memory + heads), values(memory + 2 * heads) {}
+  static size_t size(int64_t rows, int64_t head_dim) { return rows * (head_dim + 2); }
+  Softmax(float* memory, int64_t rows) : peak(memory), total(memory + rows), values(memory + 2 * rows) {}
+  Softmax from(int64_t row, int64_t head_dim) const {
+    Softmax rest = *this;
+    rest.peak += row, rest.total += row, rest.values += row * head_dim;
+    return rest;
+  }
 };
 
-float exp_of(float x) {
-  float out[kLanes];
-  store(out, exp(all(x)));
-  return out[0];
-}
-
+// A token's heads before the first block.
 void begin(Softmax state, const float* sinks, int64_t heads, int64_t head_dim) {
   for (int64_t h = 0; h < heads; h++) {
     state.peak[h] = sinks ? sinks[h] : -1e30f;
@@ -60,34 +43,41 @@ void begin(Softmax state, const float* sinks, int64_t heads, int64_t head_dim) {
   std::fill_n(state.values, heads * head_dim, 0.0f);
 }
 
-void fold(Softmax state, Softmax block, int64_t heads, int64_t head_dim) {
-  for (int64_t h = 0; h < heads; h++) {
-    float peak = std::max(state.peak[h], block.peak[h]);
-    float old_part = exp_of(state.peak[h] - peak), new_part = exp_of(block.peak[h] - peak);
-    state.peak[h] = peak;
-    state.total[h] = state.total[h] * old_part + block.total[h] * new_part;
-    float *to = state.values + h * head_dim, *from = block.values + h * head_dim;
-    for (int64_t d = 0; d < head_dim; d++) to[d] = to[d] * old_part + from[d] * new_part;
+// x * a + y * b of a row, into x.
+void blend(float* x, float a, const float* y, float b, int64_t size) {
+  for (int64_t d = 0; d < size; d += kLanes) {
+    store_up_to(x + d, fma(load_up_to(x + d, size - d), all(a), mul(load_up_to(y + d, size - d), all(b))), size - d);
+  }
+}
+
+void fold(Softmax state, Softmax block, int64_t rows, int64_t head_dim) {
+  for (int64_t row = 0; row < rows; row += kLanes) {
+    int64_t n = std::min<int64_t>(kLanes, rows - row);
+    float old_part[kLanes], new_part[kLanes];
+    F32 old_peak = load_up_to(state.peak + row, n), new_peak = load_up_to(block.peak + row, n);
+    F32 peak = max(old_peak, new_peak);
+    store(old_part, exp(sub(old_peak, peak)));
+    store(new_part, exp(sub(new_peak, peak)));
+    store_up_to(state.peak + row, peak, n);
+    F32 total = mul(load_up_to(block.total + row, n), load(new_part));
+    store_up_to(state.total + row, fma(load_up_to(state.total + row, n), load(old_part), total), n);
+    for (int64_t r = row; r < row + n; r++) {
+      blend(state.values + r * head_dim, old_part[r - row], block.values + r * head_dim, new_part[r - row], head_dim);
+    }
   }
 }
 
 void finish(Softmax state, int64_t heads, int64_t head_dim, float* out) {
-  for (int64_t h = 0; h < heads; h++) {
-    float factor = 1.0f / state.total[h];
-    for (int64_t d = 0; d < head_dim; d++) out[h * head_dim + d] = state.values[h * head_dim + d] * factor;
+  for (int64_t h = 0; h < heads; h++, out += head_dim) {
+    std::fill_n(out, head_dim, 0.0f);
+    blend(out, 0.0f, state.values + h * head_dim, 1.0f / state.total[h], head_dim);
   }
 }
 
-// Memory that will be read next is asked for ahead, since a page is a short run of bytes anywhere in the pool: keys a
-// few positions on, and the values of the positions at hand.
 template <int R, class T>
-void scores(const Shape& s, const float* q, const T* const* keys, const T* const* values, int64_t n, float* out) {
+void scores(const Shape& s, const float* q, const T* const* keys, int64_t n, float* out) {
   constexpr int C = kAccumulators / R;
   for (int64_t p = 0; p < n; p += C) {
-    for (int64_t i = p; i < std::min(p + C, n); i++) {
-      prefetch(values[i], s.head_dim);
-      if (i + kAhead < n) prefetch(keys[i + kAhead], s.head_dim);
-    }
     const float* x[R];
     const T* w[C];
     for (int r = 0; r < R; r++) x[r] = q + r * s.head_dim;
@@ -177,7 +167,7 @@ template <int R, class T>
 void attend_heads(const Shape& s, const float* q, Rows<T> keys, Rows<T> values, int64_t n, Softmax block,
                   int64_t head) {
   alignas(64) float weights[R * kBlock];
-  scores<R>(s, q + head * s.head_dim, keys.at, values.at, n, weights);
+  scores<R>(s, q + head * s.head_dim, keys.at, n, weights);
   for (int r = 0; r < R; r++) {
     float* row = weights + r * kBlock;
     if (keys.scales) scale_by(keys.scales, n, row);
@@ -199,8 +189,8 @@ void attend_block(const Shape& s, const float* q, Rows<T> keys, Rows<T> values, 
 // Some tokens of one sequence, all of its blocks or one, the query heads of some KV heads.
 struct Item {
   int64_t sequence, token, num_tokens, kv_head, num_kv_heads;
-  int64_t part = -1;  // -1: all blocks and the result; else one block, into slot `part`
-  int64_t block = 0;
+  int64_t part = -1;  // -1: all blocks and the result; else one block, the first head's sums into this slot
+  int64_t block = 0, stride = 0;  // between the slots of two heads
 };
 
 template <class T>
@@ -221,13 +211,16 @@ class Attention {
       int64_t count = batch_.count(s), together = count == 1 && !few ? s_.kv_heads : 1;
       auto [begin, end] = blocks(s, batch_.first(s), count);
       bool split = count == 1 && few && live * s_.kv_heads < 4 * threads && end - begin > 2;
-      if (split) first_part[s] = num_parts;
+      if (split) {
+        first_part[s] = num_parts, num_parts += s_.kv_heads * (end - begin);
+        if (end - begin >= 4 * threads) together = s_.kv_heads;
+      }
       for (int64_t token = 0; token < count; token += kTileTokens) {
         for (int64_t head = 0; head < s_.kv_heads; head += together) {
           Item item{s, batch_.first(s) + token, std::min(kTileTokens, count - token), head, together};
           if (!split) items.push_back(item);
           for (int64_t b = begin; split && b < end; b++) {
-            item.block = b, item.part = num_parts++;
+            item.block = b, item.stride = end - begin, item.part = first_part[s] + head * item.stride + b - begin;
             items.push_back(item);
           }
         }
@@ -290,73 +283,190 @@ class Attention {
     }
   }
 
-  void whole(const Item& item) const {
-    static thread_local Scratch scratch;
-    int64_t wide = sizeof(T) < 4 && item.num_tokens > 3 ? 2 * kBlock * s_.head_dim : 0;
-    float* memory = scratch.get((item.num_tokens + 1) * part_size() + wide);
-    Softmax block(memory, group());
-    float *states = memory + part_size(), *widened = states + item.num_tokens * part_size();
-    for (int64_t head = item.kv_head; head < item.kv_head + item.num_kv_heads; head++) {
-      for (int64_t i = 0; i < item.num_tokens; i++) {
-        begin(Softmax(states + i * part_size(), group()), sinks_ ? sinks_ + head * group() : nullptr, group(), s_.head_dim);
+  // What attends from the tokens of an item to one block of one KV head after the other, in numbers as they lie or, for
+  // several tokens, widened once.
+  class Plain {
+   public:
+    static constexpr bool kAsksAhead = false;
+    static size_t size(const Shape& s, const Item& item) {
+      size_t widened = sizeof(T) < 4 && item.num_tokens > 3 ? 2 * kBlock * s.head_dim : 0;
+      return Softmax::size(s.group(), s.head_dim) + widened;
+    }
+    Plain(const Attention& attention, const Item& item, float* memory)
+        : at_(attention), s_(attention.s_), item_(item), block_(memory, s_.group()),
+          widened_(memory + Softmax::size(s_.group(), s_.head_dim)) {}
+
+    // KV head number k of the item's, positions [first, last) of block b; folded into the rows of `state`.
+    void attend(int64_t k, int64_t b, int64_t first, int64_t last, const Located& found, Softmax state) const {
+      const float* key_scales = found.scales_or_null(found.key_scales);
+      const float* value_scales = found.scales_or_null(found.value_scales);
+      if (sizeof(T) < 4 && item_.num_tokens > 3) {
+        const float *keys[kBlock], *values[kBlock];
+        widen(found.keys, last - first, widened_, keys);
+        widen(found.values, last - first, widened_ + kBlock * s_.head_dim, values);
+        rows(k, b, first, Rows<float>{keys, key_scales}, {values, value_scales}, state);
+      } else {
+        rows(k, b, first, Rows<T>{found.keys, key_scales}, {found.values, value_scales}, state);
       }
-      auto [begin, end] = blocks(item.sequence, item.token, item.num_tokens);
-      for (int64_t b = begin; b < end; b++) {
-        int64_t first = std::max(b * kBlock, oldest(batch_.position(item.sequence, item.token)));
-        int64_t last = std::min((b + 1) * kBlock, batch_.position(item.sequence, item.token) + item.num_tokens);
-        Located found;
-        locate(item.sequence, head, first, last, found);
-        const float* key_scales = found.scales_or_null(found.key_scales);
-        const float* value_scales = found.scales_or_null(found.value_scales);
-        if (wide) {
-          const float *keys[kBlock], *values[kBlock];
-          widen(found.keys, last - first, widened, keys);
-          widen(found.values, last - first, widened + kBlock * s_.head_dim, values);
-          tokens_of(item, head, b, first, Rows<float>{keys, key_scales}, {values, value_scales}, block, states);
-        } else {
-          tokens_of(item, head, b, first, Rows<T>{found.keys, key_scales}, {found.values, value_scales}, block, states);
+    }
+
+   private:
+    template <class N>
+    void rows(int64_t k, int64_t b, int64_t first, Rows<N> keys, Rows<N> values, Softmax state) const {
+      for (int64_t i = 0; i < item_.num_tokens; i++) {
+        auto [from, to] = at_.seen(item_, i, b);
+        if (from >= to) continue;
+        attend_block(s_, at_.query(item_.token + i, item_.kv_head + k), keys.from(from - first),
+                     values.from(from - first), to - from, block_);
+        fold(state.from(i * s_.group(), s_.head_dim), block_, s_.group(), s_.head_dim);
+      }
+    }
+
+    void widen(const T* const* rows, int64_t n, float* memory, const float** wide) const {
+      for (int64_t i = 0; i < n; i++) {
+        float* to = memory + i * s_.head_dim;
+        int64_t d = 0;
+        for (; d + kLanes <= s_.head_dim; d += kLanes) store(to + d, load(rows[i] + d));
+        if (int rest = static_cast<int>(s_.head_dim - d)) store_part(to + d, load_part(rows[i] + d, rest), rest);
+        wide[i] = to;
+      }
+    }
+
+    const Attention& at_;
+    const Shape& s_;
+    const Item& item_;
+    Softmax block_;
+    float* widened_;
+  };
+
+#if defined(JAXCB_BF16_PRODUCTS)
+  // The same in pairs of bfloat16 (pair_block.h), the rows of all tokens beside each other.
+  class InPairs {
+   public:
+    static constexpr bool kAsksAhead = true;  // for the next block of positions
+    static size_t size(const Shape& s, const Item& item) {
+      return PairBlock::size(s.head_dim) + item.num_kv_heads * pairs_of_head(s, item) + Softmax::size(kBlockRows, s.head_dim);
+    }
+    InPairs(const Attention& attention, const Item& item, float* memory)
+        : at_(attention), s_(attention.s_), item_(item), block_(memory, s_.head_dim),
+          q_(reinterpret_cast<bf16_pair*>(memory + PairBlock::size(s_.head_dim))),
+          sums_(memory + PairBlock::size(s_.head_dim) + item.num_kv_heads * pairs_of_head(s_, item), kBlockRows) {
+      for (int64_t k = 0; k < item.num_kv_heads; k++) {
+        for (int64_t i = 0; i < item.num_tokens; i++) {
+          to_pairs(at_.query(item.token + i, item.kv_head + k), s_.group(), s_.head_dim, query(k, i * s_.group()));
         }
       }
-      for (int64_t i = 0; i < item.num_tokens; i++) {
-        finish(Softmax(states + i * part_size(), group()), group(), s_.head_dim, result(item.token + i, head));
+    }
+
+    void attend(int64_t k, int64_t b, int64_t first, int64_t last, const Located& found, Softmax state) {
+      Located next;
+      int64_t next_end = std::min(last + kBlock, at_.end_of(item_));
+      at_.locate(item_.sequence, item_.kv_head + k, last, next_end, next);
+      block_.fill(found.keys, found.values, first - b * kBlock, last - b * kBlock, next.keys, next.values,
+                  next_end - last);
+      int64_t group = s_.group(), row = 0, end = item_.num_tokens * group;
+      while (row < end && sees(row, b) == 0) row += group - row % group;
+      while (end > row && sees(end - 1, b) == 0) end -= group;
+      for (int64_t rows; row < end; row += rows) {
+        rows = std::min<int64_t>(kBlockRows, end - row);
+        uint64_t seen[kBlockRows];
+        for (int64_t r = 0; r < rows; r++) seen[r] = sees(row + r, b);
+        block_.attend(static_cast<int>(rows), query(k, row), seen, s_.soft_cap, sums_.peak, sums_.total, sums_.values);
+        fold(state.from(row, s_.head_dim), sums_, rows, s_.head_dim);
+      }
+    }
+
+   private:
+    static int64_t pairs_of_head(const Shape& s, const Item& item) {
+      return item.num_tokens * s.group() * PairBlock::padded(s.head_dim) / 2;
+    }
+    bf16_pair* query(int64_t k, int64_t row) const {
+      return q_ + k * pairs_of_head(s_, item_) + row * PairBlock::padded(s_.head_dim) / 2;
+    }
+    // The positions of a block that a row sees, as bits.
+    uint64_t sees(int64_t row, int64_t b) const {
+      auto [from, to] = at_.seen(item_, row / s_.group(), b);
+      return from >= to ? 0 : ~uint64_t{0} >> (kBlock - (to - from)) << (from - b * kBlock);
+    }
+
+    const Attention& at_;
+    const Shape& s_;
+    const Item& item_;
+    PairBlock block_;
+    bf16_pair* q_;
+    Softmax sums_;
+  };
+  using Work = std::conditional_t<std::is_same_v<T, bf16>, InPairs, Plain>;
+#else
+  using Work = Plain;
+#endif
+
+  int64_t end_of(const Item& item) const { return batch_.position(item.sequence, item.token) + item.num_tokens; }
+
+  // Brings a block of positions into the cache, for the KV heads of an item.
+  void touch_block(const Item& item, int64_t b) const {
+    int64_t first = seen(item, 0, b).first, last = std::min((b + 1) * kBlock, end_of(item));
+    const int32_t* table = batch_.block_tables + item.sequence * batch_.table_width;
+    int64_t width = item.num_kv_heads * s_.head_dim, stride = s_.kv_heads * s_.head_dim;
+    for (int64_t count; first < last; first += count) {
+      int64_t page = table[first / s_.page_size], offset = first % s_.page_size;
+      count = std::min(s_.page_size - offset, last - first);
+      for (int which = 0; which < 2; which++) {
+        const T* rows = pages_.row(page, offset, item.kv_head, which);
+        if (width == stride) touch(rows, count * stride);
+        else for (int64_t i = 0; i < count; i++) touch(rows + i * stride, width);
       }
     }
   }
 
-  // All tokens of an item over one block, whose located positions begin at `first`.
-  template <class N>
-  void tokens_of(const Item& item, int64_t head, int64_t b, int64_t first, Rows<N> keys, Rows<N> values, Softmax block,
-                 float* states) const {
-    for (int64_t i = 0; i < item.num_tokens; i++) {
-      int64_t position = batch_.position(item.sequence, item.token + i);
-      int64_t from = std::max(b * kBlock, oldest(position)), to = std::min((b + 1) * kBlock, position + 1);
-      if (from >= to) continue;
-      attend_block(s_, query(item.token + i, head), keys.from(from - first), values.from(from - first), to - from,
-                   block);
-      fold(Softmax(states + i * part_size(), group()), block, group(), s_.head_dim);
-    }
+  // Of a token, the positions of a block that it sees: [first, last), none if they are not in order.
+  std::pair<int64_t, int64_t> seen(const Item& item, int64_t i, int64_t b) const {
+    int64_t position = batch_.position(item.sequence, item.token + i);
+    return {std::max(b * kBlock, oldest(position)), std::min((b + 1) * kBlock, position + 1)};
   }
 
-  void widen(const T* const* rows, int64_t n, float* memory, const float** wide) const {
-    for (int64_t i = 0; i < n; i++) {
-      float* to = memory + i * s_.head_dim;
-      int64_t d = 0;
-      for (; d + kLanes <= s_.head_dim; d += kLanes) store(to + d, load(rows[i] + d));
-      if (int rest = static_cast<int>(s_.head_dim - d)) store_part(to + d, load_part(rows[i] + d, rest), rest);
-      wide[i] = to;
+  void whole(const Item& item) const {
+    static thread_local Scratch scratch;
+    int64_t rows = item.num_tokens * group(), work_size = Work::size(s_, item), size = Softmax::size(rows, s_.head_dim);
+    float* memory = scratch.get(work_size + item.num_kv_heads * size);
+    Work work(*this, item, memory);
+    auto state_of = [&](int64_t k) { return Softmax(memory + work_size + k * size, rows); };
+    for (int64_t k = 0; k < item.num_kv_heads; k++) {
+      for (int64_t i = 0; i < item.num_tokens; i++) {
+        const float* sinks = sinks_ ? sinks_ + (item.kv_head + k) * group() : nullptr;
+        begin(state_of(k).from(i * group(), s_.head_dim), sinks, group(), s_.head_dim);
+      }
+    }
+    auto [begin_block, end_block] = blocks(item.sequence, item.token, item.num_tokens);
+    for (int64_t b = begin_block; b < end_block; b++) {
+      int64_t first = seen(item, 0, b).first, last = seen(item, item.num_tokens - 1, b).second;
+      if (b == begin_block || !Work::kAsksAhead) touch_block(item, b);
+      for (int64_t k = 0; k < item.num_kv_heads; k++) {
+        Located found;
+        locate(item.sequence, item.kv_head + k, first, last, found);
+        work.attend(k, b, first, last, found, state_of(k));
+      }
+    }
+    for (int64_t k = 0; k < item.num_kv_heads; k++) {
+      for (int64_t i = 0; i < item.num_tokens; i++) {
+        Softmax state = state_of(k).from(i * group(), s_.head_dim);
+        finish(state, group(), s_.head_dim, result(item.token + i, item.kv_head + k));
+      }
     }
   }
 
   void one_block(const Item& item) const {
-    int64_t position = batch_.position(item.sequence, item.token);
-    int64_t first = std::max(item.block * kBlock, oldest(position));
-    int64_t last = std::min((item.block + 1) * kBlock, position + 1);
-    Located found;
-    locate(item.sequence, item.kv_head, first, last, found);
-    Rows<T> keys{found.keys, found.scales_or_null(found.key_scales)};
-    Rows<T> values{found.values, found.scales_or_null(found.value_scales)};
-    attend_block(s_, query(item.token, item.kv_head), keys, values, last - first,
-                 Softmax(parts_ + item.part * part_size(), group()));
+    static thread_local Scratch scratch;
+    Work work(*this, item, scratch.get(Work::size(s_, item)));
+    auto [first, last] = seen(item, 0, item.block);
+    touch_block(item, item.block);
+    for (int64_t k = 0; k < item.num_kv_heads; k++) {
+      Located found;
+      locate(item.sequence, item.kv_head + k, first, last, found);
+      Softmax part(parts_ + (item.part + k * item.stride) * part_size(), group());
+      begin(part, nullptr, group(), s_.head_dim);
+      work.attend(k, item.block, first, last, found, part);
+    }
   }
 
   void join(int64_t sequence, int64_t part) const {
@@ -382,112 +492,6 @@ class Attention {
   float* parts_ = nullptr;
 };
 
-// ---------------------------------------------------------------- queries, keys and values of the step
-
-void rotate(const Projected& p, int64_t token, float* x) {
-  int64_t half = p.rotated / 2;
-  const float *cos = p.cos + token * half, *sin = p.sin + token * half;
-  for (int64_t i = 0; i < half; i++) {
-    float a = x[i], b = x[half + i];
-    x[i] = a * cos[i] - b * sin[i];
-    x[half + i] = b * cos[i] + a * sin[i];
-  }
-}
-
-// Rounds to int8 so that the largest magnitude becomes 127; returns what the numbers are to be multiplied by. NaN comes
-// back out as NaN.
-float quantize(const float* x, int64_t size, int8_t* out) {
-  float largest = 0;
-  for (int64_t i = 0; i < size; i++) {
-    float magnitude = std::abs(x[i]);
-    if (magnitude > largest || magnitude != magnitude) largest = magnitude;
-  }
-  constexpr float kNothing = 1e-30f;  // the scale of less than this would lose its own digits
-  float scale = largest < kNothing ? 1.0f : largest / 127;
-  if (!(scale < INFINITY)) {
-    std::fill_n(out, size, int8_t{1});
-    return NAN;
-  }
-  for (int64_t i = 0; i < size; i += kLanes) {
-    int count = static_cast<int>(std::min<int64_t>(kLanes, size - i));
-    float lanes[kLanes];
-    store(lanes, round(div(count == kLanes ? load(x + i) : load_part(x + i, count), all(scale))));
-    for (int lane = 0; lane < count; lane++) out[i + lane] = static_cast<int8_t>(lanes[lane]);
-  }
-  return scale;
-}
-
-// Puts a head's key or value into its place.
-template <class T>
-void put_row(const Pages<T>& pages, int64_t page, int64_t offset, int64_t head, int which, const float* row) {
-  T* to = pages.row(page, offset, head, which);
-  int64_t size = pages.shape->head_dim;
-  if constexpr (std::is_same_v<T, int8_t>) {
-    *pages.scale(page, offset, head, which) = quantize(row, size, to);
-  } else {
-    for (int64_t d = 0; d < size; d++) put(to + d, row[d]);
-  }
-}
-
-// Normalises, rotates and scales one token's queries into q, and puts its key and value into their page.
-template <class T>
-void place_token(const Shape& s, const Projected& p, const Pages<T>& pages, int64_t token, int64_t page, int64_t offset,
-                 float* q) {
-  int64_t D = s.head_dim;
-  const float* row = p.qkv + token * (s.heads + 2 * s.kv_heads) * D;
-  float* head = q + token * s.heads * D;
-  for (int64_t h = 0; h < s.heads; h++, head += D, row += D) {
-    if (p.q_norm) rms_norm(row, p.q_norm, p.eps, D, head);
-    else std::copy_n(row, D, head);
-    rotate(p, token, head);
-    for (int64_t d = 0; d < D; d++) head[d] *= s.scale;
-  }
-  float key[512];
-  for (int64_t h = 0; h < s.kv_heads; h++, row += D) {
-    if (p.k_norm) rms_norm(row, p.k_norm, p.eps, D, key);
-    else std::copy_n(row, D, key);
-    rotate(p, token, key);
-    put_row(pages, page, offset, h, 0, key);
-  }
-  for (int64_t h = 0; h < s.kv_heads; h++, row += D) put_row(pages, page, offset, h, 1, row);
-}
-
-template <class T>
-void place_tokens(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, const Store& store, float* q) {
-  Pages<T> pages{static_cast<T*>(store.values), store.scales, &s};
-  struct Run { int64_t sequence, first, last; };
-  std::vector<Run> runs;
-  constexpr int64_t kTokens = 16;
-  for (int64_t i = 0; i < batch.num_seqs; i++) {
-    for (int64_t t = batch.first(i); t < batch.first(i + 1); t += kTokens) {
-      if (!runs.empty() && batch.count(i) == 1 && i % kTokens && runs.back().last == t) runs.back().last = t + 1;
-      else runs.push_back({i, t, std::min(t + kTokens, batch.first(i + 1))});
-    }
-  }
-  auto place_run = [&](int64_t i) {
-    int64_t sequence = runs[i].sequence;
-    for (int64_t t = runs[i].first; t < runs[i].last; t++) {
-      while (t >= batch.first(sequence + 1)) sequence++;
-      int64_t position = batch.position(sequence, t);
-      int64_t page = batch.block_tables[sequence * batch.table_width + position / s.page_size];
-      place_token(s, p, pages, t, page, position % s.page_size, q);
-    }
-  };
-  if (runs.size() < 3) for (size_t i = 0; i < runs.size(); i++) place_run(i);
-  else parallel_for(pool, runs.size(), place_run);
-}
-
-// Calls f with a null pointer of the pages' number type.
-template <class F>
-void by_type(Number type, const F& f) {
-  switch (type) {
-    case Number::kF32: return f(static_cast<float*>(nullptr));
-    case Number::kBF16: return f(static_cast<bf16*>(nullptr));
-    case Number::kF16: return f(static_cast<f16*>(nullptr));
-    case Number::kS8: return f(static_cast<int8_t*>(nullptr));
-  }
-}
-
 }  // namespace
 
 const char* why_not(const Shape& s, const Batch& b) {
@@ -509,10 +513,6 @@ const char* why_not(const Shape& s, const Batch& b) {
     }
   }
   return nullptr;
-}
-
-void place(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, const Store& store, float* q) {
-  by_type(store.type, [&]<class T>(T*) { place_tokens<T>(pool, s, batch, p, store, q); });
 }
 
 void attend(Pool& pool, const Shape& s, const Batch& batch, const float* q, const Store& store, const float* sinks,

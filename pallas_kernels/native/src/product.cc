@@ -13,8 +13,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Sums of panels [first, last) for rows [row, row + rows), into sums[rows][(last - first) * kPanel].
 //
-// The first tile of rows brings panels into the cache, the others find them there. Tiles of one panel ask for the next
-// one, tiles of int8 for the next ones: several panels of wider weights come as fast by themselves (measured).
+// The first tile of rows brings panels into the cache, the others find them there; all ask for the next panels while they
+// compute, at an even rate.
 template <class W>
 void add_up(const Product& p, const Input<W>* x, int64_t first, int64_t last, int64_t row, int64_t rows, float* sums) {
   const W* weights = static_cast<const W*>(p.weights);
@@ -34,7 +34,7 @@ void add_up(const Product& p, const Input<W>* x, int64_t first, int64_t last, in
       Ahead ahead{reinterpret_cast<const char*>(next), 0};
       int64_t bytes = panels * size * kPanel * static_cast<int64_t>(sizeof(W)), steps = std::max<int64_t>(1, size / 4);
       const char* end = ahead.next + bytes;
-      if ((panels == 1 || sizeof(W) == 1) && row == 0) ahead.lines = ceil_div(bytes, 64 * steps * tiles);
+      if (row == 0) ahead.lines = ceil_div(bytes, 64 * steps * tiles);
       for (int64_t done = 0, t = 0; t < tiles; t++) {
         int64_t count = ceil_div(rows - done, tiles - t);
         tile_of<W>(count, static_cast<int>(panels))(
@@ -54,8 +54,6 @@ F32 activated(F32 x, Activation activation) {
   return mul(mul(all(0.5f), x), add(all(1.0f), tanh(inner)));
 }
 
-F32 load_up_to(const float* p, int64_t n) { return n >= kLanes ? load(p) : load_part(p, static_cast<int>(n)); }
-
 // What follows the sums: scales, biases, and the residual or the gate. `n` is the first output of the item.
 void finish(const Product& p, int64_t n, int64_t width, int64_t row, int64_t rows, const float* sums) {
   bool gated = p.activation != Activation::kNone;
@@ -73,8 +71,7 @@ void finish(const Product& p, int64_t n, int64_t width, int64_t row, int64_t row
         F32 y = adjusted(sums + at + i, output, left);
         if (gated) y = mul(activated(y, p.activation), adjusted(sums + at + kPanel + i, outputs + output, left));
         if (p.residual) y = add(y, load_up_to(p.residual + place, left));
-        if (left >= kLanes) store(p.y + place, y);
-        else store_part(p.y + place, y, static_cast<int>(left));
+        store_up_to(p.y + place, y, left);
       }
     }
   }
@@ -92,8 +89,11 @@ const bf16_pair* inputs_of(Pool& pool, const Product& p, const bf16*) {
   parallel_for(pool, ceil_div(p.rows, kTogether), [&](int64_t item) {
     for (int64_t row = item * kTogether; row < std::min(p.rows, (item + 1) * kTogether); row++) {
       const float* x = p.x + row * p.inputs;
-      for (int64_t i = 0; i + 2 <= p.inputs; i += 2) pairs[row * stride + i / 2] = pair_of(x[i], x[i + 1]);
-      if (p.inputs % 2) pairs[row * stride + stride - 1] = pair_of(x[p.inputs - 1], 0);
+      bf16_pair* to = pairs + row * stride;
+      int64_t i = 0;
+      for (; i + 2 * kLanes <= p.inputs; i += 2 * kLanes) store(to + i / 2, pairs_of(x + i));
+      for (; i + 2 <= p.inputs; i += 2) to[i / 2] = pair_of(x[i], x[i + 1]);
+      if (i < p.inputs) to[i / 2] = pair_of(x[i], 0);
     }
   });
   return pairs;
@@ -103,25 +103,33 @@ const bf16_pair* inputs_of(Pool& pool, const Product& p, const bf16*) {
 template <class W>
 const float* inputs_of(Pool&, const Product& p, const W*) { return p.x; }
 
+// How many of the groups an item takes, at most `most`: as many as let all threads end at about the same time.
+int64_t groups_of_item(int64_t groups, int64_t most, int64_t chunks, int64_t threads) {
+  threads = std::max<int64_t>(1, threads);
+  int64_t best = 1, best_time = ceil_div(groups * chunks, threads);
+  for (int64_t n = 2; n <= most && ceil_div(groups, n) * chunks >= 4 * threads; n++) {
+    int64_t time = ceil_div(ceil_div(groups, n) * chunks, threads) * n;
+    if (time <= best_time) best = n, best_time = time;
+  }
+  return best;
+}
+
 template <class W>
 void run(Pool& pool, const Product& p) {
   const Input<W>* x = inputs_of(pool, p, static_cast<const W*>(nullptr));
   bool gated = p.activation != Activation::kNone;
   int64_t group = gated ? 2 : 1;  // panels that give outputs together
   int64_t groups = ceil_div(p.outputs / group, kPanel);
-  // Enough items for every thread to end at about the same time.
-  int64_t share = groups / (4 * std::max<int64_t>(1, pool.num_threads()));
-  int64_t together = std::clamp<int64_t>(share, 1, kMostPanels / group);
-  int64_t chunk = ceil_div(ceil_div(p.rows, ceil_div(p.rows, kRows)), kMostRows) * kMostRows;
-  parallel_for(pool, ceil_div(groups, together), [&](int64_t item) {
+  int64_t chunks = ceil_div(p.rows, kRows), chunk = ceil_div(ceil_div(p.rows, chunks), kMostRows) * kMostRows;
+  chunks = ceil_div(p.rows, chunk);
+  int64_t together = groups_of_item(groups, kMostPanels / group, chunks, pool.num_threads());
+  parallel_for(pool, ceil_div(groups, together) * chunks, [&](int64_t item) {
     static thread_local Scratch scratch;
-    int64_t first = item * together, last = std::min(groups, first + together), width = (last - first) * group * kPanel;
-    float* sums = scratch.get(std::min(p.rows, chunk) * width);
-    for (int64_t row = 0; row < p.rows; row += chunk) {
-      int64_t rows = std::min(chunk, p.rows - row);
-      add_up<W>(p, x, first * group, last * group, row, rows, sums);
-      finish(p, first * kPanel, width, row, rows, sums);
-    }
+    int64_t first = item / chunks * together, last = std::min(groups, first + together);
+    int64_t row = item % chunks * chunk, rows = std::min(chunk, p.rows - row), width = (last - first) * group * kPanel;
+    float* sums = scratch.get(rows * width);
+    add_up<W>(p, x, first * group, last * group, row, rows, sums);
+    finish(p, first * kPanel, width, row, rows, sums);
   });
 }
 

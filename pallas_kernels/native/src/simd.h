@@ -62,6 +62,17 @@ inline F32 round(F32 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_I
 inline F32 power_of_two(F32 whole) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(whole), _mm512_set1_epi32(127)), 23));
 }
+inline void put(bf16* p, F32 a) {
+  __m512i bits = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  bits = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bits));
+}
+inline void put(f16* p, F32 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline F32 load_part(const float* p, int n) { return _mm512_maskz_loadu_ps((1u << n) - 1, p); }
+inline void store_part(float* p, F32 a, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, a); }
 inline __m256 fold(F32 a) { return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)); }
 #define JAXCB_FOLD_TO_256(a) fold(a)
 
@@ -75,6 +86,47 @@ inline Pairs load_dot_last(const bf16* p) {  // 16 numbers, each beside a zero
 }
 inline F32 fma(Pairs a, Pairs b, F32 c) {
   return _mm512_dpbf16_ps(c, std::bit_cast<__m512bh>(a), std::bit_cast<__m512bh>(b));
+}
+inline Pairs no_pairs() { return _mm512_setzero_si512(); }
+inline Pairs load(const bf16_pair* p) { return _mm512_loadu_si512(p); }
+inline Pairs load_up_to(const bf16* p, int64_t n) {  // zeros after n numbers, nothing past them is touched
+  if (n >= 2 * kLanes) return _mm512_loadu_si512(p);
+  return _mm512_maskz_loadu_epi16((1u << n) - 1, p);
+}
+inline void store(bf16_pair* p, Pairs a) { _mm512_storeu_si512(p, a); }
+inline Pairs pairs_of(const float* p) {  // of 32 numbers, rounded
+  return std::bit_cast<Pairs>(_mm512_cvtne2ps_pbh(load(p + kLanes), load(p)));
+}
+inline F32 keep(uint16_t lanes, F32 a, F32 other) { return _mm512_mask_mov_ps(other, lanes, a); }
+// Pairs (a[i], b[i]) of 32 numbers each.
+inline void interleave(Pairs a, Pairs b, Pairs (&out)[2]) {
+  const Pairs low = _mm512_set_epi32(0x2f000f, 0x2e000e, 0x2d000d, 0x2c000c, 0x2b000b, 0x2a000a, 0x290009, 0x280008,
+                                     0x270007, 0x260006, 0x250005, 0x240004, 0x230003, 0x220002, 0x210001, 0x200000);
+  out[0] = _mm512_permutex2var_epi16(a, low, b);
+  out[1] = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
+}
+// Lane i of register j becomes lane j of register i.
+inline void transpose(Pairs (&x)[16]) {
+  Pairs y[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]), x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]), x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {  // quarters of registers i, i + 4, i + 8, i + 12
+    Pairs even = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), odd = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+    Pairs later_even = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+    Pairs later_odd = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    y[i] = _mm512_shuffle_i32x4(even, later_even, 0x88), y[i + 8] = _mm512_shuffle_i32x4(even, later_even, 0xdd);
+    y[i + 4] = _mm512_shuffle_i32x4(odd, later_odd, 0x88), y[i + 12] = _mm512_shuffle_i32x4(odd, later_odd, 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) x[i] = y[i];
 }
 #endif
 
@@ -115,6 +167,16 @@ inline F32 where_less(F32 a, F32 b, F32 yes, F32 no) {
 inline F32 round(F32 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F32 power_of_two(F32 whole) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23));
+}
+inline void put(bf16* p, F32 a) {
+  __m256i bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  bits = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+  __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+inline void put(f16* p, F32 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #define JAXCB_FOLD_TO_256(a) (a)
 
@@ -159,6 +221,14 @@ inline F32 round(F32 a) { return vrndnq_f32(a); }
 inline F32 power_of_two(F32 whole) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(whole), vdupq_n_s32(127)), 23));
 }
+inline void put(bf16* p, F32 a) {
+  uint32x4_t bits = vreinterpretq_u32_f32(a), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  bits = vshrq_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+  vst1_u16(reinterpret_cast<uint16_t*>(p), vmovn_u32(vbslq_u32(vceqq_f32(a, a), bits, vdupq_n_u32(0x7fc0))));
+}
+inline void put(f16* p, F32 a) {
+  vst1_u16(reinterpret_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(a)));
+}
 #endif
 
 // Sums over the lanes of four registers. Each sum adds its lanes in one order wherever it stands among the four, so
@@ -195,11 +265,12 @@ inline float largest(F32 a) {
   return most;
 }
 
-// Starts to bring the bytes of a row into the cache.
+// Brings the bytes of a row into the cache. The processor runs ahead of loads in order, and drops requests that it has no
+// room for: so many of them come sooner than by prefetching.
 template <class T>
-inline void prefetch(const T* row, int64_t size) {
-  const char* begin = reinterpret_cast<const char*>(row);
-  for (int64_t i = 0; i < size * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(begin + i);
+inline void touch(const T* row, int64_t size) {
+  const volatile char* begin = reinterpret_cast<const char*>(row);
+  for (int64_t i = 0; i < size * static_cast<int64_t>(sizeof(T)); i += 64) begin[i];
 }
 
 // The first n < kLanes numbers at p, zeros after them; nothing past them is touched.
@@ -210,10 +281,19 @@ inline F32 load_part(const T* p, int n) {
   return load(lanes);
 }
 
+#if !defined(__AVX512F__)
 inline void store_part(float* p, F32 a, int n) {
   float lanes[kLanes];
   store(lanes, a);
   memcpy(p, lanes, n * sizeof(float));
+}
+#endif
+
+// As many of kLanes numbers as there are.
+inline F32 load_up_to(const float* p, int64_t n) { return n >= kLanes ? load(p) : load_part(p, static_cast<int>(n)); }
+inline void store_up_to(float* p, F32 a, int64_t n) {
+  if (n >= kLanes) store(p, a);
+  else store_part(p, a, static_cast<int>(n));
 }
 
 // e^x within 2 units in the last place from -87 to 88, the value at the end beyond. NaN stays NaN.
@@ -246,8 +326,9 @@ inline F32 tanh(F32 x) {
   return where_less(z, all(0.625f * 0.625f), near, far);
 }
 
-// Rounding to the nearest, ties to even, for what is written into pages.
+// Rounding to the nearest, ties to even, for what is written into pages; put() of a register gives the same bits.
 inline void put(float* p, float x) { *p = x; }
+inline void put(float* p, F32 a) { store(p, a); }
 inline void put(bf16* p, float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);

@@ -1,0 +1,37 @@
+// Where rows of keys and values lie in the pool.
+#pragma once
+
+#include "attention.h"
+#include "simd.h"
+
+namespace jaxcb {
+
+// Keys and values of one layer of the pool.
+template <class T>
+struct Pages {
+  T* data;
+  float* scales;
+  const Shape* shape;
+  T* row(int64_t page, int64_t offset, int64_t head, int which) const {
+    return data + ((flat(page, which) * shape->page_size + offset) * shape->kv_heads + head) * shape->head_dim;
+  }
+  float* scale(int64_t page, int64_t offset, int64_t head, int which) const {
+    return scales + (flat(page, which) * shape->kv_heads + head) * shape->page_size + offset;
+  }
+
+ private:
+  int64_t flat(int64_t page, int which) const { return page * 2 * shape->num_layers + 2 * shape->layer + which; }
+};
+
+// Calls f with a null pointer of the pages' number type.
+template <class F>
+void by_type(Number type, const F& f) {
+  switch (type) {
+    case Number::kF32: return f(static_cast<float*>(nullptr));
+    case Number::kBF16: return f(static_cast<bf16*>(nullptr));
+    case Number::kF16: return f(static_cast<f16*>(nullptr));
+    case Number::kS8: return f(static_cast<int8_t*>(nullptr));
+  }
+}
+
+}  // namespace jaxcb
