@@ -14,6 +14,7 @@ import jax
 
 from jaxcb.cache import cache_dir
 from jaxcb.config import EngineConfig
+from jaxcb.disagg.fields import Fields
 from jaxcb.disagg.identity import difference
 from jaxcb.disagg.wire import Channel, address_of
 from jaxcb.engine.compile_guard import CompileGuard
@@ -44,13 +45,13 @@ def follow(config: EngineConfig, *, progress: bool = True) -> None:
         raise ConfigError("node_rank 0 is the host that the others follow: call jaxcb.hosts.start", param="node_rank")
     link = _joined(config)
     try:
-        welcome, _ = link.receive("welcome")
+        coordinator = Fields(link.receive("welcome")[0]).text("coordinator")
     except PeerError as error:
         link.close()
         raise ConfigError(str(error), param="nnodes") from error
     link.read_ahead(_end)
     try:
-        join(config, str(welcome["coordinator"]))
+        join(config, coordinator)
         runner = _ready(config, link, progress=progress)
         with CompileGuard().watch():
             while (message := link.receive("order", "stop"))[0]["kind"] == "order":
@@ -93,9 +94,9 @@ def _ready(config: EngineConfig, link: Link, *, progress: bool) -> Runner:
     """This host's runner, with its programs compiled, once all hosts agree on its sizes."""
     prepared = prepare(config, progress=progress)
     link.send("loaded", identity=prepared.identity, num_kv_pages=prepared.num_kv_pages)
-    answer, _ = link.receive("sizes")
-    resolved = prepared.resolved(int(answer["num_kv_pages"]))
-    if (reason := difference(sizes_of(resolved), answer["sizes"], WORDS)) is not None:
+    answer = Fields(link.receive("sizes")[0])
+    resolved = prepared.resolved(answer.integer("num_kv_pages", 1, 2**31))
+    if (reason := difference(sizes_of(resolved), answer.part("sizes"), WORDS)) is not None:
         raise ConfigError(f"host {config.node_rank} (here) and host 0 (there): {reason}")
     runner = runner_of(resolved, prepared.model.spec, prepared.model.params, prepared.placement)
     runner.compile(cache_dir(), progress=progress)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxcb.config import EngineConfig
+from jaxcb.disagg.fields import Fields
 from jaxcb.disagg.identity import difference
 from jaxcb.disagg.wire import Channel, address_of
 from jaxcb.errors import ConfigError, EngineStoppedError, PeerError
@@ -70,9 +71,9 @@ class Leader:
             ConfigError: one has not.
         """
         for link in self._links:
-            loaded, _ = self._received(link, "loaded")
-            _check(link, identity, loaded["identity"])
-            num_kv_pages = min(num_kv_pages, int(loaded["num_kv_pages"]))
+            loaded = self._received(link, "loaded")
+            _check(link, identity, loaded.part("identity"))
+            num_kv_pages = min(num_kv_pages, loaded.integer("num_kv_pages", 1, 2**31))
         return num_kv_pages
 
     def set_sizes(self, num_kv_pages: int, sizes: dict[str, str]) -> None:
@@ -160,11 +161,11 @@ class Leader:
                 ) from error
             channel = Channel(connection, SILENCE_S)
             try:
-                message, _ = channel.receive()
-                if message.get("kind") != "join":
-                    raise PeerError(f"it said {message.get('kind')!r} first")
-                rank, identity = int(message["rank"]), dict(message["identity"])
-            except (PeerError, KeyError, TypeError, ValueError) as error:
+                message = Fields(channel.receive(from_stranger=True)[0])
+                if (kind := message.text("kind")) != "join":
+                    raise PeerError(f"it said {kind!r} first")
+                rank, identity = message.integer("rank", 0, 2**31), message.part("identity")
+            except PeerError as error:
                 logger.warning("somebody at %s is no host of this engine: %s", where, error)
                 channel.close()
                 continue
@@ -182,9 +183,9 @@ class Leader:
             )
         self._ranks.add(rank)
 
-    def _received(self, link: Link, kind: str) -> Any:
+    def _received(self, link: Link, kind: str) -> Fields:
         try:
-            return link.receive(kind)
+            return Fields(link.receive(kind)[0])
         except PeerError as error:
             raise ConfigError(str(error), param="nnodes") from error
 

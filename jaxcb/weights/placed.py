@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxcb.devices import CUT, Placement, on_device
@@ -46,9 +47,12 @@ def placed(params: Params, spec: ModelSpec, placement: Placement) -> Params:
                 f"the weights are cut into {len(table)} parts, and the engine has {placement.size} devices",
                 param="tensor_parallel_size",
             )
-        return jax.tree.map(
-            lambda array, partition: jax.device_put(array, placement.sharding(partition)), params, partitions(params)
-        )
+
+        def there(array: Array, partition: PartitionSpec) -> Array:
+            sharding = placement.sharding(partition)
+            return array if array.sharding == sharding else jax.device_put(array, sharding)
+
+        return jax.tree.map(there, params, partitions(params))
     flat = flatten_dict(params)
     if placement.size == 1 and all(array.sharding == placement.whole for array in flat.values()):
         return params

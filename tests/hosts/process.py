@@ -46,7 +46,7 @@ def found_of(engine: Engine) -> dict[str, Any]:
     several = SamplingParams(n=2, max_tokens=20, temperature=1, seed=9)
     streams = engine.submit_choices(Request(request_id="n", prompt_token_ids=PROMPTS[1], sampling=several))
     choices = [list(stream)[-1].token_ids for stream in streams]
-    again = complete(engine, PROMPTS, SAMPLING)
+    again = complete(engine, PROMPTS[:3], SAMPLING[:3])
     found = {
         "tokens": tokens,
         "logprobs": logprobs_of(outputs),
@@ -54,12 +54,13 @@ def found_of(engine: Engine) -> dict[str, Any]:
         "embedding": engine.embed(PROMPTS[:2], pooling="mean").tolist(),
         "scores": [score.logprob for score in engine.score([(PROMPTS[0], PROMPTS[2]), (PROMPTS[1], PROMPTS[4])])],
         "cached": sum(output.num_cached_tokens for output in again),
-        "same again": [output.token_ids for output in again] == tokens,
+        "same again": [output.token_ids for output in again] == tokens[:3],
         "swaps": engine.stats().swaps,
     }
     engine.sleep()
     engine.wake()
-    found["same after sleep"] = [output.token_ids for output in complete(engine, PROMPTS, SAMPLING)] == tokens
+    awake = complete(engine, PROMPTS[:2], SAMPLING[:2])
+    found["same after sleep"] = [output.token_ids for output in awake] == tokens[:2]
     return found | {"compiles": engine.stats().compiles}
 
 

@@ -15,7 +15,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.disagg.wire import Channel, address_of
 from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError
-from jaxcb.hosts import follow, identity, leader, start
+from jaxcb.hosts import follow, follower, identity, leader, start
 from jaxcb.hosts.group import devices_of
 from jaxcb.hosts.leader import Leader
 from tests.hosts.run import free_address
@@ -110,6 +110,31 @@ def test_every_host_has_room_for_the_pages_that_all_take():
         first.watch(lambda reason: lost.set())
         channel.close()
         assert lost.wait(10)
+
+
+def test_a_host_whose_first_host_dies_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    """Wherever it is: here it waits for jax."""
+    address, ended, reasons = free_address(), threading.Event(), []
+
+    def end(reason: str) -> None:
+        reasons.append(reason)
+        ended.set()
+
+    def wait_for_jax(*_: Any) -> None:
+        assert ended.wait(20)
+        raise ConfigError("it was in vain")
+
+    monkeypatch.setattr(follower, "_end", end)
+    monkeypatch.setattr(follower, "join", wait_for_jax)
+    host, port = address_of(address, "")
+    with ThreadPoolExecutor() as threads, socket.create_server((host, port)) as sock:
+        second = threads.submit(follow, config_of(1, address))
+        channel = Channel(sock.accept()[0], 10)
+        assert next_of(channel, "join")["rank"] == 1
+        channel.send({"kind": "welcome", "coordinator": "nowhere:1"})
+        channel.close()
+        second.result(30)
+    assert reasons[0] == "host 0 is lost: the other side closed the connection"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

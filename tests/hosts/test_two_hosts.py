@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxcb.disagg.wire import Channel, address_of
 from tests.hosts.process import save
 from tests.hosts.run import Host, free_address, hosts
 from tests.parallel.cut import params
@@ -124,17 +122,3 @@ def test_a_host_ends_when_the_first_is_killed_amid_a_step(model_dir):
             first.process.kill()
             assert second.wait(SOON_S) != 0
         assert "host 0 is lost" in second.log() or "another task died" in second.log()
-
-
-def test_a_host_whose_first_host_dies_ends_with_the_reason(model_dir):
-    """Wherever it is: here it waits for jax."""
-    address = free_address()
-    flags = [*FLAGS, "--tensor-parallel-size", "2", "--nnodes", "2", "--dist-init-addr", address, "--node-rank", "1"]
-    host, port = address_of(address, "")
-    with socket.create_server((host, port)) as sock, hosts([[*REAL, str(model_dir), *flags]]) as [second]:
-        channel = Channel(sock.accept()[0], SOON_S)
-        assert channel.receive()[0]["kind"] == "join"
-        channel.send({"kind": "welcome", "coordinator": free_address()})
-        channel.close()
-        assert second.wait(SOON_S) == 1
-        assert "error: host 0 is lost" in second.log()
