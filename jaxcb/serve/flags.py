@@ -81,9 +81,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits and memory")
     limits.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N", help="devices to cut the model over")
-    limits.add_argument(
-        "--enable-expert-parallel", action="store_true", help="each of them has some experts, not a part of every one"
-    )
+    limits.add_argument("--enable-expert-parallel", action="store_true", help=_HIDDEN)
     limits.add_argument("--data-parallel-size", "-dp", type=int, metavar="N", help="engines behind one queue")
     limits.add_argument(
         "--disaggregate", metavar="prefill=N,decode=M", help="prompts and answers on engines of their own"
