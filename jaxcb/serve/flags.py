@@ -87,9 +87,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--node-rank", type=int, help=_HIDDEN)
     limits.add_argument("--dist-init-addr", help=_HIDDEN)
     limits.add_argument("--dist-timeout", type=float, dest="dist_timeout_s", help=_HIDDEN)
-    limits.add_argument(
-        "--enable-expert-parallel", action="store_true", help="each of them has some experts, not a part of every one"
-    )
+    limits.add_argument("--enable-expert-parallel", action="store_true", help=_HIDDEN)
     limits.add_argument("--data-parallel-size", "-dp", type=int, metavar="N", help="engines behind one queue")
     limits.add_argument(
         "--disaggregate", metavar="prefill=N,decode=M", help="prompts and answers on engines of their own"
