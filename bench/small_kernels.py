@@ -100,15 +100,13 @@ def small_calls(*, small: bool, seed: int) -> dict[str, SmallCall]:
     norm = functools.partial(rms_norm, eps=EPS), functools.partial(reference.rms_norm, eps=EPS)
     added = functools.partial(add_rms_norm, eps=EPS), functools.partial(reference.add_rms_norm, eps=EPS)
 
-    def rope(*arrays: Any, **options: Any) -> Any:
-        return rope_and_write_kv(*arrays, **layer, **options)[:2]
+    def rope(*arrays: Any, backend: Backend, interpret: bool = False) -> Any:
+        return rope_and_write_kv(*arrays, layer=0, num_layers=1, backend=backend, interpret=interpret)[:2]
 
     rope_twin = functools.partial(reference.rope_and_write_kv, **layer)
 
-    def write(
-        *arrays: Any, backend: Backend, interpret: bool = False
-    ) -> Any:  # a scatter: there is nothing to interpret
-        return write_kv(*arrays, **layer, backend=backend)
+    def write(*arrays: Any, backend: Backend, interpret: bool = False) -> Any:  # nothing to interpret
+        return write_kv(*arrays, layer=0, num_layers=1, backend=backend)
 
     write_twin = functools.partial(reference.write_kv, **layer)
     return {

@@ -47,7 +47,7 @@ def scatter_pages(
 
 
 def _call(
-    kernel: Any, name: str, shape: tuple[int, int], operands: tuple[Any, ...], *, donated: bool, interpret: bool
+    kernel: Any, name: str, shape: tuple[int, ...], operands: tuple[Any, ...], *, donated: bool, interpret: bool
 ) -> Array:
     """A program for each page that moves and run of its elements. ``donated``: the first operand is the result."""
     dtype, operands = operands[0].dtype, tuple(_bits(each) for each in operands)

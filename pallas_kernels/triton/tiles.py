@@ -36,8 +36,8 @@ class TileShape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles by what the products run in. ``narrow``: elements of at most 2 bytes. ``float32_of_8_bits``: over 8-bit
-    pages, where that differs from other float32."""
+    """Tiles by what the products run in. ``narrow``: elements of at most 2 bytes. ``float32_of_8_bits``: of chunks over
+    8-bit pages, where that differs from other float32."""
 
     narrow: TileShape
     float32: TileShape
@@ -109,7 +109,9 @@ def tile_shapes(target: Target, head_dim: int, group: int, *, decode: bool) -> T
     if not served:
         raise ValueError(f"head_dim must be at most {max(table)} for backend triton, got {head_dim}")
     tiles = table[min(served)]
-    return Tiles(*(tile and tile.of_group(group) for tile in tiles)) if decode else tiles
+    if not decode:
+        return tiles
+    return tiles._replace(narrow=tiles.narrow.of_group(group), float32=tiles.float32.of_group(group))
 
 
 def require_fits(shape: TileShape, target: Target, *, head_dim: int, dtype: DTypeLike, kv_dtype: DTypeLike) -> None:
