@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -156,7 +157,7 @@ def test_a_stranger_can_send_little_before_he_is_known(prefill):
 
 def test_strangers_that_say_nothing_are_only_so_many(prefill, monkeypatch):
     monkeypatch.setattr("jaxcb.disagg.server.MAX_STRANGERS", 2)
-    with serving(prefill) as server:
+    with serving(prefill, **PATIENT) as server:
         known = FakeDecode(prefill, server.address)
         wait_for(lambda: server.num_peers == 1)
         silent = [Channel(socket.create_connection(server.address), 10.0) for _ in range(2)]
@@ -166,11 +167,12 @@ def test_strangers_that_say_nothing_are_only_so_many(prefill, monkeypatch):
             Channel(socket.create_connection(server.address), 10.0).receive()
         silent[0].close()
         wait_for(lambda: len(server._channels) == 2)
-        FakeDecode(prefill, server.address)
+        other = FakeDecode(prefill, server.address)
         wait_for(lambda: server.num_peers == 2)
         begin(known, first_page=0)
         known.hear("first_token")
-        known.channel.close()
+        for peer in (known, other):
+            peer.channel.close()
 
 
 # ---------------------------------------------------------------------- a prefill process, seen from the decode engine
