@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,11 +65,13 @@ class FakeDecode:
             if message["kind"] == kind:
                 return message
 
-    def is_dropped(self) -> bool:
-        """The other side ends the connection."""
+    def is_dropped(self, within_s: float = 20.0) -> bool:
+        """The other side ends the connection, which otherwise beats."""
+        deadline = time.monotonic() + within_s
         with contextlib.suppress(PeerError):
-            while True:
+            while time.monotonic() < deadline:
                 self.channel.receive()
+            return False
         return True
 
 

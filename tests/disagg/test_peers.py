@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -30,6 +31,8 @@ from tests.disagg.peer import NESTED, FakeDecode, FakePrefill, fake_prefill, raw
 from tests.disagg.run import answers, assert_nothing_is_held, keep_roles, linked, serving, tokens_of, wait_for
 from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
+PATIENT = {"silence_s": 600.0}
+"""Who is dropped is not so for his silence."""
 PROMPT = [(7 * j * j + 3 * j) % 250 for j in range(500)]
 """32 pages, in four chunks."""
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
@@ -87,7 +90,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_orders_that_make_no_sense_cost_a_decode_process_its_connection(prefill, order):
-    with serving(prefill) as server:
+    with serving(prefill, **PATIENT) as server:
         peer = FakeDecode(prefill, server.address)
         wait_for(lambda: server.num_peers == 1)
         ORDERS[order](peer)
@@ -98,7 +101,7 @@ def test_orders_that_make_no_sense_cost_a_decode_process_its_connection(prefill,
 
 
 def test_acks_out_of_turn_are_none(prefill):
-    with serving(prefill) as server:
+    with serving(prefill, **PATIENT) as server:
         peer = FakeDecode(prefill, server.address)
         begin(peer, first_page=0)
         pages = peer.hear("pages")
@@ -143,7 +146,7 @@ def test_an_id_in_use_is_refused_and_its_pages_come_back(prefill):
 
 
 def test_a_stranger_can_send_little_before_he_is_known(prefill):
-    with serving(prefill) as server:
+    with serving(prefill, **PATIENT) as server:
         sock = socket.create_connection(server.address)
         channel = Channel(sock, 10.0)
         channel.receive()
@@ -154,7 +157,7 @@ def test_a_stranger_can_send_little_before_he_is_known(prefill):
 
 def test_strangers_that_say_nothing_are_only_so_many(prefill, monkeypatch):
     monkeypatch.setattr("jaxcb.disagg.server.MAX_STRANGERS", 2)
-    with serving(prefill) as server:
+    with serving(prefill, **PATIENT) as server:
         known = FakeDecode(prefill, server.address)
         wait_for(lambda: server.num_peers == 1)
         silent = [Channel(socket.create_connection(server.address), 10.0) for _ in range(2)]
@@ -164,11 +167,12 @@ def test_strangers_that_say_nothing_are_only_so_many(prefill, monkeypatch):
             Channel(socket.create_connection(server.address), 10.0).receive()
         silent[0].close()
         wait_for(lambda: len(server._channels) == 2)
-        FakeDecode(prefill, server.address)
+        other = FakeDecode(prefill, server.address)
         wait_for(lambda: server.num_peers == 2)
         begin(known, first_page=0)
         known.hear("first_token")
-        known.channel.close()
+        for peer in (known, other):
+            peer.channel.close()
 
 
 # ---------------------------------------------------------------------- a prefill process, seen from the decode engine
@@ -213,7 +217,7 @@ PARCELS = {
 def test_parcels_that_make_no_sense_cost_a_prefill_process_its_connection(decode, plain, parcel, monkeypatch):
     monkeypatch.setattr("jaxcb.disagg.remote.RECONNECT_S", 60.0)
     expected = tokens_of(answers(plain, [PROMPT], [GREEDY]))
-    with fake_prefill(decode, PARCELS[parcel]) as fake, linked(decode, fake.address) as front:
+    with fake_prefill(decode, PARCELS[parcel]) as fake, linked(decode, fake.address, **PATIENT) as front:
         [link] = front.links
         assert tokens_of(answers(front, [PROMPT], [GREEDY])) == expected
         wait_for(lambda: not link.alive)
@@ -230,7 +234,7 @@ def test_a_first_token_that_the_grammar_forbids_is_not_taken(decode, plain, forb
     def script(fake: FakePrefill, order: dict[str, Any]) -> None:
         token(fake, order, forbidden)
 
-    with fake_prefill(decode, script) as fake, linked(decode, fake.address) as front:
+    with fake_prefill(decode, script) as fake, linked(decode, fake.address, **PATIENT) as front:
         assert tokens_of(answers(front, [PROMPT], [sampling])) == expected
         wait_for(lambda: not front.links[0].alive)
 
@@ -242,7 +246,7 @@ def test_a_second_first_token_ends_the_connection_and_the_answer_goes_on_after_t
         token(fake, order, 7)
         token(fake, order, 8)
 
-    with fake_prefill(decode, script) as fake, linked(decode, fake.address) as front:
+    with fake_prefill(decode, script) as fake, linked(decode, fake.address, **PATIENT) as front:
         [[output]] = answers(front, [PROMPT], [GREEDY])
         assert output.token_ids[0] == 7 and len(output.token_ids) == 10
         wait_for(lambda: not front.links[0].alive)
@@ -337,6 +341,10 @@ def test_a_message_that_went_out_in_part_is_the_last_one():
     channel = Channel(ours, 0.05)
     with pytest.raises(PeerError, match="can't be reached"):
         channel.send({}, bytes(32 << 20))
+    theirs.settimeout(0.2)
+    with contextlib.suppress(TimeoutError):
+        while theirs.recv(1 << 20):
+            pass
     with pytest.raises(PeerError):
         channel.send({})
     theirs.close()
