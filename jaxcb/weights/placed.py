@@ -41,7 +41,7 @@ def placed(params: Params, spec: ModelSpec, placement: Placement) -> Params:
         ConfigError: they are in as many parts as there are no devices, or the model can't be cut into so many.
     """
     table = params["embed"]["embedding"]
-    if table.ndim == 3:  # in parts
+    if table.ndim == 3 and 0 in params["layers"]:  # in parts; those in panels have no numbered layers
         if len(table) != placement.size:
             raise ConfigError(
                 f"the weights are cut into {len(table)} parts, and the engine has {placement.size} devices",
