@@ -21,9 +21,7 @@ from pallas_kernels.compile_cases import Case, kernel_cases, num_bytes, step_cas
 from pallas_kernels.deviceless import compile_for
 
 ARCHITECTURES = {"h200": "sm_90a", "h100": "sm_90a", "a100": "sm_80", "l4": "sm_89"}
-KERNELS = (
-    r"(ragged_paged|decode|(?:copy|gather|scatter)_pages|(?:add_)?rms_norm|silu|rope|least|grouped|\w*mosaic_gpu_kernel)"
-)
+KERNELS = r"(ragged_paged|decode|\w+_pages|(?:add_)?rms_norm|silu|rope|least|grouped|\w*mosaic_gpu_kernel)"
 """How the entry points of our kernels begin; XLA's own have other names."""
 
 
