@@ -243,7 +243,7 @@ def _kernel(
             real = (index < end) & (index >= oldest)
             for first_column in range(0, head_dim, COLUMNS):
                 place = v_shared.at[slot, :, pl.ds(first_column, COLUMNS)]
-                values = plgpu.load(place, (), layout=layout).astype(jnp.float32)
+                values = plgpu.load(place, layout=layout).astype(jnp.float32)
                 place[...] = jnp.where(real, values, 0.0).astype(dtype)
             plgpu.commit_smem()
 
