@@ -21,6 +21,7 @@ WORDS = {
     "protocol": "versions of the protocol",
     "nnodes": "numbers of hosts (--nnodes)",
     "tensor_parallel_size": "numbers of devices (--tensor-parallel-size)",
+    "enable_expert_parallel": "ways to share experts out (--enable-expert-parallel)",
     "device": "kinds of devices, which may round differently",
     "spec": "models (their shapes differ)",
     "weights": "weights of the model",
@@ -37,6 +38,7 @@ def program_of(config: EngineConfig) -> dict[str, str]:
         "protocol": str(PROTOCOL),
         "nnodes": str(config.nnodes),
         "tensor_parallel_size": str(config.tensor_parallel_size),
+        "enable_expert_parallel": str(config.enable_expert_parallel),
     }
 
 

@@ -32,6 +32,9 @@ STAGES = 2
 COLUMNS = 64
 """Features of the values that are cleared at once: all of them would take as many registers as the result."""
 
+_load: Any = plgpu.load
+"""All of a reference. jax 0.11 needs no index for that and 0.12 takes none; 0.10, which wants one, is refused."""
+
 
 def require_supported(q: Float[Array, "T H D"], kv_pages: KVPages, sinks: Any | None) -> None:
     """Raise ValueError for what only the triton backend can do."""
@@ -243,7 +246,7 @@ def _kernel(
             real = (index < end) & (index >= oldest)
             for first_column in range(0, head_dim, COLUMNS):
                 place = v_shared.at[slot, :, pl.ds(first_column, COLUMNS)]
-                values = plgpu.load(place, layout=layout).astype(jnp.float32)
+                values = _load(place, layout=layout).astype(jnp.float32)
                 place[...] = jnp.where(real, values, 0.0).astype(dtype)
             plgpu.commit_smem()
 

@@ -33,11 +33,17 @@ def errors_of(address: str, first: EngineConfig, second: EngineConfig) -> list[s
         return [str(each.exception(30)) for each in tries]
 
 
-def test_another_number_of_devices_is_refused_on_both_sides():
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel_size": 4}, "numbers of devices (--tensor-parallel-size): '2' here, '4' there"),
+        ({"enable_expert_parallel": True}, "ways to share experts out (--enable-expert-parallel): 'False' here"),
+    ],
+)
+def test_other_shares_are_refused_on_both_sides(changes: dict[str, Any], words: str):
     address = free_address()
-    changes = {"tensor_parallel_size": 4}
     for error in errors_of(address, config_of(0, address), config_of(1, address, **changes)):
-        assert "different numbers of devices (--tensor-parallel-size): '2' here, '4' there" in error
+        assert f"different {words}" in error
 
 
 def test_another_version_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
