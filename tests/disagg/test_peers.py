@@ -21,7 +21,6 @@ from jaxcb.disagg.messages import pack_request, pack_token, unpack_request, unpa
 from jaxcb.disagg.server import PrefillServer, check_secret
 from jaxcb.disagg.shared_memory import SharedMemory
 from jaxcb.disagg.wire import Channel
-from jaxcb.engine import Engine
 from jaxcb.engine.incoming import FirstToken
 from jaxcb.errors import ConfigError, PeerError, RequestError
 from jaxcb.logprobs import Logprobs
@@ -29,7 +28,6 @@ from jaxcb.request import Request, SamplingParams
 from jaxcb.structured_outputs import StructuredOutputs
 from tests.disagg.peer import NESTED, FakeDecode, FakePrefill, fake_prefill, raw, request_of
 from tests.disagg.run import answers, assert_nothing_is_held, keep_roles, linked, serving, tokens_of, wait_for
-from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
 PATIENT = {"silence_s": 600.0}
 """Who is dropped is not so for his silence."""
@@ -41,21 +39,6 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def roles_are_kept(monkeypatch) -> None:
     keep_roles(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def plain(make_engines) -> Engine:  # noqa: F811  # the fixture
-    return make_engines()
-
-
-@pytest.fixture(scope="module")
-def prefill(make_engines) -> Engine:  # noqa: F811
-    return make_engines(kv_transfer=True)
-
-
-@pytest.fixture(scope="module")
-def decode(make_engines) -> Engine:  # noqa: F811
-    return make_engines(kv_transfer=True, num_kv_pages=399)
 
 
 # ---------------------------------------------------------------------- a decode process, seen from the prefill engine

@@ -21,7 +21,6 @@ from jaxcb.disagg.identity import identity_of
 from jaxcb.disagg.remote import RemoteLink
 from jaxcb.disagg.server import PrefillServer
 from jaxcb.disagg.wire import Channel
-from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError
 from jaxcb.request import SamplingParams
 from jaxcb.structured_outputs import StructuredOutputs
@@ -36,7 +35,6 @@ from tests.disagg.run import (
     tokens_of,
     wait_for,
 )
-from tests.engine.conftest import backend, make_engines, params, tokenizer  # noqa: F401  # fixtures
 
 LONG = [[(7 * i * j + 3 * j) % 250 for j in range(500)] for i in range(1, 5)]
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
@@ -72,21 +70,6 @@ class Process:
 @pytest.fixture(autouse=True)
 def roles_are_kept(monkeypatch) -> None:
     keep_roles(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def plain(make_engines) -> Engine:  # noqa: F811  # the fixture
-    return make_engines()
-
-
-@pytest.fixture(scope="module")
-def prefill(make_engines) -> Engine:  # noqa: F811
-    return make_engines(kv_transfer=True)
-
-
-@pytest.fixture(scope="module")
-def decode(make_engines) -> Engine:  # noqa: F811
-    return make_engines(kv_transfer=True, num_kv_pages=399)
 
 
 def test_the_answers_are_those_of_one_engine_whatever_is_asked_for(prefill, decode, plain):
@@ -185,7 +168,7 @@ def test_a_side_that_falls_silent_counts_as_dead(prefill, decode, plain):
         assert tokens_of(answers(front, LONG[:1], [GREEDY])) == tokens_of(answers(plain, LONG[:1], [GREEDY]))
 
 
-def test_sides_that_do_not_fit_are_refused_with_the_reason(prefill, decode, make_engines):  # noqa: F811
+def test_sides_that_do_not_fit_are_refused_with_the_reason(prefill, decode, make_engines):
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = free.getsockname()[:2]
     with pytest.raises(ConfigError, match=r"no prefill engine can be reached at 127\.0\.0\.1:.*--kv-role prefill"):
@@ -226,7 +209,7 @@ def test_no_shared_memory_stays_behind(prefill, decode):
         wait_for(lambda: not list(Path("/dev/shm").glob("jaxcb-kv-*")))  # the server unlinks it when it hears "joined"
 
 
-def test_weights_are_not_changed_on_one_side_alone(prefill, decode, params):  # noqa: F811
+def test_weights_are_not_changed_on_one_side_alone(prefill, decode, params):
     with (
         serving(prefill) as server,
         linked(decode, server.address) as front,
