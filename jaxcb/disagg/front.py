@@ -129,7 +129,7 @@ class Disaggregated(ServingEngine):
         return self.decode.limits
 
     def stats_by_engine(self) -> dict[str, EngineStats]:
-        """Requests, prompts and tokens are counted where the answers are made."""
+        """Requests, prompts and tokens are counted where the answers are made; steps and pages where they are."""
         by_engine = {"decode": self.decode.stats()}
         for index, engine in enumerate(self.prefill):
             own = engine.stats()
@@ -141,6 +141,7 @@ class Disaggregated(ServingEngine):
                 prompt_tokens_cached=0,
                 generation_tokens=0,
                 finished=dict.fromkeys(own.finished, 0),
+                answers=False,
             )
         return by_engine
 
