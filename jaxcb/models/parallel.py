@@ -17,7 +17,7 @@ A parameter that is cut has an axis of N before its own, and a device has one ro
 
 Norms and routers are whole everywhere: every device knows the experts of every token, computes what it has of them, and
 the sum after ``down`` joins the experts too. Devices of several hosts run programs that each host has compiled for
-itself, and a last bit may choose another expert: they all take what the first device has chosen.
+itself, and a last bit may choose another expert, or another token: they all take what the first device has chosen.
 """
 
 from __future__ import annotations
@@ -79,13 +79,16 @@ class TensorParallel:
 
     def agreed(self, choice: Choice) -> Choice:
         """The first device's, where others might choose other experts for a token, and then add up parts of different
-        ones. (Adding zeros to its bits changes none.)"""
+        ones."""
         if not self.apart:
             return choice
         bits = jnp.concatenate([lax.bitcast_convert_type(choice.weights, jnp.int32), choice.experts], axis=1)
-        bits = lax.psum(jnp.where(lax.axis_index(AXIS) == 0, bits, 0), AXIS)
-        weights, experts = jnp.split(bits, 2, axis=1)
+        weights, experts = jnp.split(self.first(bits), 2, axis=1)
         return Choice(lax.bitcast_convert_type(weights, jnp.float32), experts)
+
+    def first(self, values: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """The first device's, where all should have the same and might not."""
+        return lax.psum(jnp.where(lax.axis_index(AXIS) == 0, values, 0), AXIS) if self.apart else values
 
     def own_experts(self, experts: Int[Array, "T k"], num_experts: int) -> tuple[Int[Array, "T k"], int]:
         """Their numbers on this device, and how many it has; those of other devices are out of range."""
