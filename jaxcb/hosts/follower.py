@@ -22,7 +22,7 @@ from jaxcb.engine.sizing import runner_of
 from jaxcb.errors import ConfigError, JaxcbError, PeerError
 from jaxcb.hosts.group import join
 from jaxcb.hosts.identity import WORDS, program_of
-from jaxcb.hosts.link import SILENCE_S, Link
+from jaxcb.hosts.link import LAST, SILENCE_S, Link
 from jaxcb.hosts.messages import unpack
 from jaxcb.hosts.prepared import prepare, sizes_of
 from jaxcb.step.runner import Runner
@@ -57,7 +57,7 @@ def follow(config: EngineConfig, *, progress: bool = True) -> None:
         join(config, coordinator)
         runner = _ready(config, link, progress=progress)
         with CompileGuard().watch():
-            while (message := link.receive("order", "stop"))[0]["kind"] == "order":
+            while (message := link.receive("order", LAST))[0]["kind"] == "order":
                 runner.carry_out(unpack(*message))
         jax.distributed.shutdown()
     except PeerError as error:

@@ -15,7 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import jax
 
@@ -26,12 +27,14 @@ from jaxcb.disagg.wire import address_of
 from jaxcb.errors import ConfigError, EngineStoppedError, PeerError
 from jaxcb.hosts.group import free_port, join
 from jaxcb.hosts.identity import WORDS, program_of
-from jaxcb.hosts.link import Link
+from jaxcb.hosts.link import LAST, Link
 from jaxcb.hosts.messages import pack
 from jaxcb.hosts.strangers import Strangers
 from jaxcb.step.orders import Order
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LAST_WORDS_S = 5.0
 """For all hosts together to hear why this one ends."""
@@ -69,7 +72,27 @@ class Leader:
         coordinator = f"[{self._host}]" if ":" in self._host else self._host
         coordinator = f"{coordinator}:{free_port(self._host)}"
         self._send("welcome", coordinator=coordinator)
-        join(self._config, coordinator)
+        self.unless_lost(lambda: join(self._config, coordinator))
+
+    def unless_lost(self, function: Callable[[], T]) -> T:
+        """What a function returns in which jax may wait for the other hosts, for minutes.
+
+        Raises:
+            ConfigError: one of them is lost meanwhile; nobody waits for the function's thread any more.
+        """
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, name="jaxcb-host-start", daemon=True).start()
+        while not wait([result], _LOOK_S).done:
+            if self._lost is not None:
+                raise ConfigError(self._lost, param="nnodes")
+        return result.result()
 
     def agree(self, identity: dict[str, str], num_kv_pages: int) -> int:
         """When every host has loaded the same model: how many pages all have room for.
@@ -113,7 +136,7 @@ class Leader:
             raise EngineStoppedError(str(error)) from error
 
     def close(self) -> None:
-        self._end("stop")
+        self._end(LAST)
         if self._lost is None:
             jax.distributed.shutdown()
 

@@ -15,6 +15,8 @@ SILENCE_S = 10.0
 """A side that says nothing for so long is dead; one that is killed is known to be at once."""
 PIECE_BYTES = 8 << 20
 """Most of a body that goes out at once: each piece is a sign of life too."""
+LAST = "stop"
+"""The message after which nothing is to come: that the other side closes then is no loss."""
 
 Message = tuple[dict[str, Any], bytes]
 
@@ -93,8 +95,11 @@ class Link:
 
     def _read(self, on_lost: Callable[[str], None]) -> None:
         try:
-            while True:
-                self._came.put(self._next())
+            kind = None
+            while kind != LAST:
+                message = self._next()
+                self._came.put(message)
+                kind = message[0].get("kind")
         except PeerError as error:
             self._came.put(error)
             if not self._closed.is_set():

@@ -28,7 +28,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     leader = Leader(config)
     with contextlib.ExitStack() as undo, leader.saying_why():
         leader.start_jax()
-        prepared = prepare(config, progress=progress)
+        prepared = leader.unless_lost(lambda: prepare(config, progress=progress))
         num_pages = leader.agree(prepared.identity, prepared.num_kv_pages)
         model = prepared.model
         engine = Engine(

@@ -67,14 +67,17 @@ class Strangers:
             comer.channel.close()
 
     def _hear(self, channel: Channel, where: Any) -> None:
+        comer = None
         try:
             message = Fields(channel.receive(from_stranger=True)[0])
             if (kind := message.text("kind")) != "join":
                 raise PeerError(f"it said {kind!r} first")
-            self._heard.put(Comer(channel, message.integer("rank", 0, 2**31), message.part("identity")))
+            comer = Comer(channel, message.integer("rank", 0, 2**31), message.part("identity"))
         except PeerError as error:
             logger.warning("somebody at %s is no host of this engine: %s", where, error)
             channel.close()
         finally:
-            with self._lock:
+            with self._lock:  # he is one or the other
                 del self._unheard[channel]
+                if comer is not None:
+                    self._heard.put(comer)

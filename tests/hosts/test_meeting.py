@@ -170,6 +170,19 @@ def test_a_stranger_keeps_nobody_from_meeting():
         channel.close()
 
 
+def test_a_host_that_is_told_to_stop_may_be_left():
+    """What comes then, the end of the connection too, is no failure."""
+    ours, theirs = (link.Link(Channel(sock, 10), "host 0") for sock in socket.socketpair())
+    lost: list[str] = []
+    theirs.read_ahead(lost.append)
+    ours.send("stop")
+    ours.close()
+    assert theirs.receive("stop")[0] == {"kind": "stop"}
+    theirs.join(10)
+    theirs.close()
+    assert not lost
+
+
 def test_a_stranger_who_says_nothing_keeps_nobody_waiting():
     address = free_address()
     with ThreadPoolExecutor() as threads:
@@ -200,6 +213,20 @@ def test_a_host_that_is_lost_when_it_is_told_something_is_named():
         with pytest.raises(ConfigError, match=r"lost|reached"), first.saying_why():
             while True:  # until the system knows it too
                 first.set_sizes(9, {})
+
+
+@pytest.mark.parametrize("waits_in", ["join", "prepare"])
+def test_a_host_that_is_lost_while_jax_waits_for_it_is_named_at_once(waits_in: str, monkeypatch: pytest.MonkeyPatch):
+    address, over = free_address(), threading.Event()
+    monkeypatch.setattr(leader, "join", lambda *_: None)
+    monkeypatch.setattr(leader if waits_in == "join" else starting, waits_in, lambda *_, **__: over.wait(20))
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(start, config_of(0, address))
+        channel = joined(address)
+        next_of(channel, "welcome")
+        channel.close()
+        assert "host 1 is lost" in str(first.exception(10))
+    over.set()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
