@@ -26,7 +26,7 @@ WORDS = {
     "experts": "ways to share experts out (enable_expert_parallel)",
     "weights": "weights of the model",
     "page": "pages (shape and dtype)",
-    "settings": "settings (backend, deterministic, fast_norm, logprobs_mode, quantization)",
+    "settings": "settings (backend, deterministic, fast_norm, logprobs_mode, quantization, dtype)",
     "processors": "logits processors",
     "connector": "connectors",
 }
@@ -36,15 +36,16 @@ def identity_of(engine: Engine, connector: str) -> dict[str, str]:
     """Of an engine that runs."""
     config, rows = engine.config, engine.handovers.page_rows
     settings = (config.backend, config.deterministic, config.fast_norm, config.logprobs_mode, config.quantization)
+    # What the weights' layout hangs on comes before them: it is named then.
     return {
         **versions(),
         "protocol": str(PROTOCOL),
         "spec": digest_of(repr(engine.spec)),
         "devices": str(engine.placement.size),
         "experts": str(config.enable_expert_parallel),
-        "weights": fingerprint(engine.params),
+        "settings": ", ".join(map(str, (*settings, config.dtype))),
         "page": f"{'x'.join(map(str, rows.shape[1:]))} {rows.dtype}",
-        "settings": ", ".join(map(str, settings)),
+        "weights": fingerprint(engine.params),
         "processors": ", ".join(processor.apply.__qualname__ for processor in config.logits_processors),
         "connector": connector,
     }

@@ -45,8 +45,8 @@ def model_of(spec: ModelSpec, weights: Weights, resolved: EngineConfig, placemen
     return {
         "device": digest_of(machine()) if device.platform == "cpu" else device.device_kind,
         "spec": digest_of(repr(spec)),
-        "weights": weights.digest(),
         "settings": ", ".join(map(str, (*settings, *(each.apply.__qualname__ for each in resolved.logits_processors)))),
+        "weights": weights.digest(),  # which hangs on the dtype: that is named then
     }
 
 

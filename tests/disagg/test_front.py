@@ -12,7 +12,7 @@ import pytest
 
 from jaxcb.disagg import Disaggregated, LocalLink, PromptService
 from jaxcb.engine import Engine
-from jaxcb.errors import ConfigError, RequestError
+from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
 from jaxcb.request import FinishReason, Request, SamplingParams
 from jaxcb.scheduler.replay import replay
 from jaxcb.structured_outputs import StructuredOutputs
@@ -389,3 +389,16 @@ def test_a_desk_that_is_closed_takes_no_prompt_on(front, prefill):
     link.close()
     link.begin(Request(request_id="late", prompt_token_ids=LONG[0], sampling=GREEDY), 0)
     assert link.backlog_tokens == 0
+
+
+def test_a_prefill_engine_that_has_stopped_is_done_without(front, prefill, decode, monkeypatch):
+    def stopped() -> None:
+        raise EngineStoppedError("it has stopped")
+
+    for name in ("sleep", "wake", "reset_prefix_cache"):
+        monkeypatch.setattr(prefill, name, stopped)
+    front.sleep()
+    assert decode.paused
+    front.wake()
+    front.reset_prefix_cache()
+    assert not decode.paused
