@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,8 +69,10 @@ def test_who_waits_for_a_call_that_never_ends_learns_that_the_engine_has_failed(
         stuck = threads.submit(life.inbox.call, life.wait)
         assert life.begun.wait(SOON_S)
         queued = threads.submit(life.inbox.call, life.wait)
+        deadline_s = time.monotonic() + SOON_S
         while not life.inbox.num_items:
-            pass
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
         threads.submit(life.loop.fail, "a host is lost").result(SOON_S)
         for call in (stuck, queued):
             assert isinstance(error := call.exception(SOON_S), EngineStoppedError) and str(error) == "a host is lost"
@@ -115,11 +118,13 @@ def test_a_shutdown_does_not_wait_for_a_thread_that_can_not_be_woken(monkeypatch
     )
     with ThreadPoolExecutor() as threads:
         ends = threads.submit(Engine.shutdown, engine)
-        with pytest.raises(TimeoutError):
-            ends.result(0.2)
-        inbox.fail("a host is lost")
-        ends.result(SOON_S)
-        stuck.set()
+        try:
+            with pytest.raises(TimeoutError):
+                ends.result(0.2)
+            inbox.fail("a host is lost")
+            ends.result(SOON_S)
+        finally:
+            stuck.set()
     assert done == ["text", "grammars", "followers"]
 
 
