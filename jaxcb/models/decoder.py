@@ -208,7 +208,7 @@ def _mix(
     if parts.router is None:
         gate, up = jnp.split(parts.gate_up(normed), 2, -1)
         return x + parallel.sum(parts.down(jax.nn.silu(gate) * up))
-    choice = choose(spec, parts.router(normed))
+    choice = parallel.agreed(choose(spec, parts.router(normed)))
     groups = group_rows(*parallel.own_experts(choice.experts, spec.num_experts))
     gate, up = jnp.split(parts.gate_up(normed, groups.starts, tokens_of(groups, choice)), 2, -1)
     rows = by_token(parts.down(jax.nn.silu(gate) * up, groups.starts), groups, choice)

@@ -162,7 +162,7 @@ class _Layer(NamedTuple):
 
     def _experts(self, layer: Mapping[str, Any], x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """Those that each token takes; padding takes none."""
-        choice = choose(self.spec, expert_scores(x, layer["router"]["kernel"]))
+        choice = self.parallel.agreed(choose(self.spec, expert_scores(x, layer["router"]["kernel"])))
         experts, num_experts = self.parallel.own_experts(choice.experts, self.spec.num_experts)
         groups = group_rows(jnp.where((self.places.pages > 0)[:, None], experts, num_experts), num_experts)
         tokens = tokens_of(groups, choice)

@@ -184,6 +184,7 @@ def sample_step(
     keep_logits: bool,
     deterministic: bool = False,
     processors: Sequence[LogitsProcessor] = (),
+    parallel: TensorParallel = ALONE,
 ) -> SampleResult:
     """Sample every row and leave its token in its slot, where the next step finds it."""
     slots, draws = unpack_sampling(part, logits.shape[0])
@@ -195,6 +196,7 @@ def sample_step(
         num_rows = jnp.max(jnp.where(samples, jnp.arange(1, slots.shape[0] + 1, dtype=jnp.int32), 0))
         in_tiles = tiles_of(SAMPLER_ROWS, num_rows)
     token_ids, drawn_from = in_tiles(functools.partial(_sample, processors, tier), logits, draws, controls, own)
+    token_ids = parallel.first(token_ids)
     written = jnp.maximum(token_ids, 0)  # where there is none the sequence ends, and nobody reads it
     if tier is Tier.FULL:
         history = state.controls.history.at[slots, draws.positions].set(written, mode="drop")

@@ -108,7 +108,11 @@ class Runner:
         experts = placement.expert_parallel
         self._part = spec_of_part(spec, placement.size, expert_parallel=experts)
         self._parallel = TensorParallel(
-            placement.size, spec.vocab_size, in_order=deterministic, expert_parallel=experts
+            placement.size,
+            spec.vocab_size,
+            in_order=deterministic,
+            expert_parallel=experts,
+            apart=not placement.is_here,
         )
         self._deterministic, self._fast_norm = deterministic, fast_norm
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend

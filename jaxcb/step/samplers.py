@@ -105,6 +105,7 @@ class Samplers:
                     keep_logits=self._processed,
                     deterministic=fixed,
                     processors=self._processors,
+                    parallel=self._parallel,
                 )
                 program = jax.jit(spread(step), donate_argnums=0, compiler_options=options)
                 needed = self._needed(state, tier)

@@ -23,6 +23,11 @@ Params = dict[str, Any]
 Path = tuple[Any, ...]
 
 
+def are_panels(params: Params) -> bool:
+    """They are in panels already: all layers of a part in one array, so that no layer has a number."""
+    return 0 not in params["layers"]
+
+
 def in_panels(params: Params) -> Params:
     """The same model with everything that is multiplied in panels (pallas_kernels/native/panels.py) and the layers of
     each part in one array, copied once into memory of its own; other arrays are shared. Params that have it already
@@ -31,7 +36,7 @@ def in_panels(params: Params) -> Params:
     Raises:
         ModelError: layers have kernels of several dtypes.
     """
-    if 0 not in params["layers"]:
+    if are_panels(params):
         return params
     rows = flatten_dict(params)
     panels = Panels({path: (array.shape, array.dtype) for path, array in rows.items()})

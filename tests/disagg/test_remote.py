@@ -178,6 +178,12 @@ def test_sides_that_do_not_fit_are_refused_with_the_reason(prefill, decode, make
             ({}, "wrong", "--kv-secret"),
             ({"jaxcb": "0.0.1"}, "right", "versions of jaxcb: '0.0.1' here"),
             ({"devices": "2"}, "right", r"numbers of devices \(tensor_parallel_size\): '2' here, '1' there"),
+            ({"jax": "0.1"}, "right", "different versions of jax: '0.1' here"),
+            (
+                {"experts": "True", "weights": "0"},
+                "right",
+                r"ways to share experts out .*: 'True' here",
+            ),
             ({"weights": "0"}, "right", "different weights of the model"),
             ({"page": "2x2x8x2x16 float32"}, "right", "different pages"),
             ({"connector": "transfer"}, "right", "different connectors: 'transfer' here, 'shm' there"),

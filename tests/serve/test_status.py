@@ -27,6 +27,19 @@ def test_an_engine_that_makes_no_steps_is_not_alive(client: TestClient, engine: 
     assert error_of(client.get("/health"), 503)["code"] == "engine_stalled"
 
 
+def test_an_engine_that_makes_no_steps_is_not_alive_because_another_computes_prompts_for_it(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"decode": engine.stats(), "prefill-0": engine.stats()}
+    parts["prefill-0"].answers = False
+    monkeypatch.setattr(engine, "stats_by_engine", lambda: parts)
+    assert client.get("/health").json()["status"] == "ok"
+    parts["prefill-0"].state = "stalled"
+    assert client.get("/health").json()["status"] == "degraded"
+    parts["prefill-0"].state, parts["decode"].state = "ok", "stalled"
+    assert error_of(client.get("/health"), 503)["code"] == "engine_stalled"
+
+
 def test_ready_is_no_more_when_a_shutdown_begins_or_in_a_pause(client: TestClient, engine: FakeEngine) -> None:
     assert client.get("/ready").status_code == 200
     engine.paused = True
