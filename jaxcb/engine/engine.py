@@ -40,8 +40,8 @@ from jaxcb.grammar import Grammar, GrammarCompiler
 from jaxcb.held_model import HeldModel
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import check_divides
+from jaxcb.models.params import Params
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import SchedulerLimits
 from jaxcb.step.orders import NOBODY, Followers

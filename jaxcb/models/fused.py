@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxcb.models.decoder import Params
 from jaxcb.models.experts import by_token, choose, expert_scores, mixed, tokens_of
 from jaxcb.models.parallel import ALONE, TensorParallel
+from jaxcb.models.params import Params
 from jaxcb.models.product import rounded_product
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec

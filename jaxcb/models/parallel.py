@@ -35,10 +35,8 @@ from jaxtyping import Array, Float, Int
 from jaxcb.devices import AXIS, CUT, WHOLE
 from jaxcb.errors import ConfigError
 from jaxcb.models.experts import Choice
+from jaxcb.models.params import Params, Path
 from jaxcb.models.spec import ModelSpec
-
-Params = dict[str, Any]
-Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxcb import models
 from jaxcb.logits_processor import LogitsProcessor
-from jaxcb.models import ModelSpec, apply_head, apply_layers
+from jaxcb.models import ModelSpec
 from jaxcb.models import fused as fused_models
 from jaxcb.models import native as native_models
-from jaxcb.models.decoder import LayerIndex, Params, rms_norm
+from jaxcb.models.attend import LayerIndex
+from jaxcb.models.norm import rms_norm
 from jaxcb.models.parallel import ALONE, TensorParallel
+from jaxcb.models.params import Params
 from jaxcb.models.tiles import CPU_ROWS, GPU_ROWS, SAMPLER_ROWS, InTiles, directly, tiles_of
 from jaxcb.sampling import Controls, Draws, Tier, sample
 from jaxcb.sampling.controls import keep_allowed
@@ -131,7 +134,7 @@ class StepProgram:
             branches = [functools.partial(kind, layer=layer) for kind in kinds]
             return kv, lax.switch(jnp.asarray(kind_of_layer)[layer], branches, q, kv)
 
-        hidden, flat_pages = apply_layers(
+        hidden, flat_pages = models.apply_layers(
             spec, params, token_ids, batch.positions, flat_pages, attend, in_tiles, self.parallel
         )
         return hidden, like(kv, flat_pages)
@@ -299,7 +302,7 @@ def head_logits(
     """Logits; of the first ``num_rows`` rows at least."""
     if backend == "native":
         return native_models.apply_head(spec, params, hidden, num_rows)
-    return apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic), parallel)
+    return models.apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic), parallel)
 
 
 def compiler_options(*, deterministic: bool, num_devices: int = 1) -> dict[str, bool | str] | None:

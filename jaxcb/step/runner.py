@@ -24,8 +24,8 @@ from jaxcb.devices import PAGES, WHOLE, Placement, placement_of
 from jaxcb.errors import ModelError
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import TensorParallel, partitions, spec_of_part
+from jaxcb.models.params import Params
 from jaxcb.paging import PageMoves
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from jaxcb.devices import WHOLE, Placement, placement_of
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import ALONE, TensorParallel, partitions
+from jaxcb.models.params import Params
 from jaxcb.sampling import Tier
 from jaxcb.sampling.logprobs import RowLogprobs
 from jaxcb.scheduler import PlanRow

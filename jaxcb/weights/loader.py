@@ -21,6 +21,7 @@ from jaxcb.errors import ConfigError, ModelError
 from jaxcb.held_model import HeldModel
 from jaxcb.models import families
 from jaxcb.models.fused import fold_norms
+from jaxcb.models.params import Params, insert
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
 from jaxcb.weights.held import held_params, no_tokenizer
@@ -33,8 +34,6 @@ from jaxcb.weights.safetensors_source import SafetensorsSource
 
 logger = logging.getLogger(__name__)
 
-Params = dict[str, Any]
-"""Nested dict of arrays (layout: jaxcb/models/decoder.py)."""
 Layout = Literal["rows", "rows apart", "panels"]
 Room = Callable[[tuple[int, ...]], np.ndarray]
 """Gives an array of a shape, to fill."""
@@ -186,7 +185,7 @@ def load_params(
             room = Arena([parameter.shape for parameter in parameters if parameter.kind == "weight"], dtype).take
         params = {}
         for parameter in shown:
-            families.insert(params, parameter.path, place(parameter.path, _assemble(parameter, source, room)))
+            insert(params, parameter.path, place(parameter.path, _assemble(parameter, source, room)))
     if unused := sorted(source.names - {tensor.name for parameter in parameters for tensor in parameter.sources}):
         logger.debug("%s: %d tensors are not used: %s", files.directory, len(unused), ", ".join(unused[:8]))
     return params

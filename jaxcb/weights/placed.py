@@ -7,17 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array
 
 from jaxcb.devices import CUT, Placement, on_device
 from jaxcb.errors import ConfigError
 from jaxcb.models.parallel import check_divides, part_of, partitions
+from jaxcb.models.params import Params, flatten, insert
 from jaxcb.models.spec import ModelSpec
 from jaxcb.weights.panels import are_panels
 
-Params = dict[str, Any]
 Place = Callable[[tuple[Any, ...], Any], Array]
 """Puts a parameter, given by its path and as a numpy or jax array, where it belongs. What lies there isn't copied."""
 
@@ -60,11 +59,14 @@ def placed(params: Params, spec: ModelSpec, placement: Placement) -> Params:
             return array if _lies_on(array, sharding) else jax.device_put(array, sharding)
 
         return jax.tree.map(there, params, partitions(params))
-    flat = flatten_dict(params)
+    flat = dict(flatten(params))
     if placement.size == 1 and all(_lies_on(array, placement.whole) for array in flat.values()):
         return params
     place = placer(spec, placement)
-    return unflatten_dict({path: place(path, array) for path, array in flat.items()})
+    result: Params = {}
+    for path, array in flat.items():
+        insert(result, path, place(path, array))
+    return result
 
 
 def _lies_on(array: Any, sharding: Sharding) -> bool:

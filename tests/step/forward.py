@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcb.config import Backend
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
+from jaxcb.models.params import Params
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import PlanRow, Sequence, StepPlan
 from jaxcb.step.batch import Packed, SlotState, StepLayout, apply_changes
