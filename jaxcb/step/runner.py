@@ -44,6 +44,7 @@ from jaxcb.step.orders import (
     SampleOrder,
 )
 from jaxcb.step.owners import SlotOwners
+from jaxcb.step.packer import Packer
 from jaxcb.step.page_mover import PageMover
 from jaxcb.step.program import ForwardResult, StepProgram, compiler_options
 from jaxcb.step.program_store import ProgramStore
@@ -116,9 +117,9 @@ class Runner:
         self._deterministic, self._fast_norm = deterministic, fast_norm
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
+        self._packer = Packer(self._layouts, SlotOwners(shape.num_slots + 1))
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
         self._leaves, self._tree = jax.tree.flatten(params)  # once: a step's call would do it again each time
-        self._owners = SlotOwners(shape.num_slots + 1)
         self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors, placement.whole)
         dtype = params["embed"]["embedding"].dtype
         kv = pool_of(kv_shape(self._part, shape, placement.size), kv_dtype(dtype, backend), int8=shape.int8_kv)
@@ -168,13 +169,11 @@ class Runner:
         bucket = self.buckets.choose(plan.num_tokens, plan.decode_only)
         launched_s = time.perf_counter()
         newcomers = [row for row in (*plan.others.values(), *plan.chunks) if row.new_pages and not row.first_new_page]
-        self._owners.enter(newcomers)
-        upload, overflow, sampling_slots = self._layouts[bucket].pack(plan, self._owners)
+        packed, wanted = self._packer.pack(plan, bucket, newcomers)
         controls, processors = self._samplers.controls_of(newcomers), self._samplers.processors_of(newcomers)
-        order = ForwardOrder(bucket, plan.moves, overflow, controls, processors, upload)
+        order = ForwardOrder(bucket, plan.moves, packed.overflow, controls, processors, packed.upload)
         self._followers.tell(order)
         self._run_forward(order)
-        wanted = Wanted(self._owners.tier_of(sampling_slots), self._owners.asked_logprobs(sampling_slots))
         return Forwarded(plan, bucket, wanted, launched_s)
 
     def sample(self, step: Forwarded, masks: RowMasks | None = None) -> InFlight:
