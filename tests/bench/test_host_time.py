@@ -16,7 +16,7 @@ def test_every_part_of_a_step_is_timed(process, monkeypatch, tmp_path, capsys):
 
 
 def test_a_small_model_shows_what_the_host_does_by_itself(tmp_path, capsys):
-    flags = ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "64", "--num-kv-pages", "8"]
+    flags = ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "64"]
     main(["--small", "--steps", "3", "--json", str(tmp_path / "out.json"), *flags])
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["machine"]["model"] == "small"
