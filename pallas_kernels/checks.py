@@ -56,7 +56,7 @@ def require_number(value: object, argument: str, *, least: float = -math.inf, ab
 def require_integer(value: object, argument: str, *, least: int = 1, nothing: str = "") -> None:
     """Raise ValueError unless ``value`` is an integer of at least ``least``. It is static. ``nothing``: what else it
     could have been, for the message."""
-    fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+    fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
     require(fits, argument, f"{nothing}an integer of at least {least}", repr(value))
 
 
