@@ -4,10 +4,11 @@ A timing of attention is of its kernels: the metadata, which the layers of a ste
 it a check, a backend or a tile, is a row of the result and stops nothing else, and after each stage the files are
 written; the status is 1 if a check failed.
 
-On a GPU nothing more is begun once --budget-s seconds are over (compiling included): what is left out is the rest of
-the sweep, then of the shapes. Without a GPU it times the xla backend on the CPU instead, layer after layer of
-SmolLM2-135M's shape, float32 and bfloat16. With --dry the GPU's part runs on small shapes in the interpreter, whose
-times mean nothing: that shows that the command works.
+On a GPU nothing more is begun once --budget-s seconds are over (compiling included), be it a check, a rate, a shape or
+a tile: what is left out is the rest of the sweep, then of the shapes. Kernels that were not checked are not timed.
+Without a GPU it times the xla backend on the CPU instead, layer after layer of SmolLM2-135M's shape, float32 and
+bfloat16. With --dry the GPU's part runs on small shapes in the interpreter, whose times mean nothing: that shows that
+the command works.
 
 Decodes are judged by the rate of a copy on the same device, prefills by that of a large bfloat16 product. On a CPU a
 case's floor is the longer of two times: its keys and values at the rate of a copy, its arithmetic at the rate of a
@@ -162,9 +163,12 @@ def measure(dry: bool, budget_s: float, seed: int) -> Iterator[dict[str, Any]]:
     def is_time() -> bool:
         return dry or time.perf_counter() < until
 
-    checks = list(check(dry, seed))
+    checks = list(check(dry, seed, is_time))
     yield {"checks": checks}
-    wrong = {(each["kernel"], each["backend"]) for each in checks if not is_right(each)}
+    right = {(each["kernel"], each["backend"]) for each in checks if is_right(each)}
+    right -= {(each["kernel"], each["backend"]) for each in checks if not is_right(each)}
+    if not is_time():
+        raise BenchError(f"no time was left for rates after {len(checks)} checks, {budget_s:g} s were given")
     sizes = (2**20, 256) if dry else (2**30, 8192)
     limits = {
         "copy_bytes_per_s": copy_rate(sizes[0], repeats=10),
@@ -177,7 +181,7 @@ def measure(dry: bool, budget_s: float, seed: int) -> Iterator[dict[str, Any]]:
             {"case": name, "backend": backend} | attempt(time_shape, name, shape, backend, limits, dry, seed)
             for name, shape in shapes.items()
             for backend in backends_of(shape, dry)
-            if is_time() and ("attention", backend) not in wrong
+            if is_time() and ("attention", backend) in right
         ]
     }
     calls = small_calls(small=dry, seed=seed)
@@ -186,7 +190,7 @@ def measure(dry: bool, budget_s: float, seed: int) -> Iterator[dict[str, Any]]:
             {"case": name, "backend": backend} | attempt(time_small, call, backend, limits, dry)
             for name, call in calls.items()
             for backend in ("triton", "xla")
-            if name != "least_kept_weight" and is_time() and (name, backend) not in wrong
+            if name != "least_kept_weight" and is_time() and (name, backend) in right
         ]
     }
     yield {"selection": select(dry, seed, is_time)}
@@ -196,10 +200,12 @@ def measure(dry: bool, budget_s: float, seed: int) -> Iterator[dict[str, Any]]:
         yield {"sweep": list(swept)}
 
 
-def check(dry: bool, seed: int) -> Iterator[dict[str, Any]]:
-    """Every kernel against its reference: the relative error of each."""
+def check(dry: bool, seed: int, is_time: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """Every kernel against its reference, while there is time: the relative error of each."""
     for shape in check_shapes(dry):
         for backend in backends_of(shape, dry):
+            if not is_time():
+                return
 
             def attended(shape: Shape = shape, backend: Backend = backend) -> dict[str, Any]:
                 return {"error": error(shape, backend, seed=seed, interpret=dry)}
@@ -207,6 +213,8 @@ def check(dry: bool, seed: int) -> Iterator[dict[str, Any]]:
             yield {"kernel": "attention", "case": str(shape), "backend": backend} | attempt(attended)
     for name, call in small_calls(small=True, seed=seed).items():
         for backend in ("triton", "xla"):
+            if not is_time():
+                return
 
             def called(call: SmallCall = call, backend: Backend = backend) -> dict[str, Any]:
                 return {"error": call.error(backend, interpret=dry)}

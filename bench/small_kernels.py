@@ -17,6 +17,7 @@ from pallas_kernels import (
     add_rms_norm,
     copy_pages,
     gather_pages,
+    grouped_product,
     least_kept_weight,
     reference,
     rms_norm,
@@ -94,6 +95,14 @@ def small_calls(*, small: bool, seed: int) -> dict[str, SmallCall]:
     weights = (np.ceil(rng.random((tokens, 1000 if small else 128_256)) * 64) / 64).astype(np.float32)  # sums are exact
     ranks, shares = np.full(tokens, 50, np.int32), np.full(tokens, 0.5, np.float32)
 
+    experts, into = (4, 40) if small else (16, 1536)
+    kernels, choices = rows(experts, into, size), tokens * 2
+    starts = (np.arange(experts + 1) * choices // experts).astype(np.int32)
+    taken = rng.integers(0, tokens, choices).astype(np.int32)
+
+    def product_twin(x: Any, kernels: Any, starts: Any, taken: Any) -> Any:
+        return reference.grouped_product(x[taken], kernels, starts)
+
     def whole(pool: Any) -> Any:
         return pool
 
@@ -123,6 +132,12 @@ def small_calls(*, small: bool, seed: int) -> dict[str, SmallCall]:
         "gather_pages": SmallCall(gather_pages, reference.gather_pages, (pool, sources), 2 * moved * page),
         "scatter_pages": SmallCall(
             scatter_pages, reference.scatter_pages, (pool, destinations, pool[:moved]), 2 * moved * page, whole
+        ),
+        "grouped_product": SmallCall(
+            grouped_product,
+            product_twin,
+            (x, kernels, starts, taken),
+            kernels.nbytes + choices * 2 * (size + into),
         ),
         "least_kept_weight": SmallCall(
             least_kept_weight, reference.least_kept_weight, (weights, ranks, shares), weights.nbytes

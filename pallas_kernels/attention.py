@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import native
-from pallas_kernels.checks import require, require_array, require_number
+from pallas_kernels.checks import require, require_array, require_number, require_window
 from pallas_kernels.metadata import AttentionMetadata, Backend, chosen_backend
 from pallas_kernels.norms import RawQueries, require_raw_queries
 from pallas_kernels.pages import PLAIN_DTYPES, KVPages, require_kv_pages, values_of
@@ -63,7 +64,9 @@ def ragged_paged_attention(
     """
     backend = chosen_backend(backend)
     require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend)
+    require_window(window)
     _require_queries(q, kv_pages, metadata, backend=backend, window=window)
+    kv_pages = jax.tree.map(jnp.asarray, kv_pages)
     num_kv_heads, head_dim = values_of(kv_pages).shape[2:]
     if scale is not None:
         require_number(scale, "scale")
@@ -91,6 +94,7 @@ def ragged_paged_attention(
         return triton.attend_single_tokens(
             q, kv_pages, work, work.splits, sinks=sinks, arrivals=arrivals, interpret=interpret, **options
         )
+    q = jnp.asarray(q)
     if isinstance(work, native.Tables):
         require(native.loaded() is not None, "backend", "loaded first, by pallas_kernels.native.load", "native")
         attended = native.attention(q.astype(jnp.float32), kv_pages, work, sinks=sinks, **options)

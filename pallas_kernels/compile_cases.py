@@ -5,20 +5,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import (
-    Backend,
     HeadNorm,
     LateNorm,
-    QuantizedPages,
     RawQueries,
     add_rms_norm,
     attention_metadata,
@@ -31,143 +25,9 @@ from pallas_kernels import (
     rope_and_write_kv,
     scatter_pages,
     silu_mul,
-    write_kv,
 )
-from pallas_kernels.mosaic import has_api
-from pallas_kernels.triton.targets import TARGETS
-from pallas_kernels.triton.tiles import shared_memory_bytes, tile_shapes
-
-Shape = jax.ShapeDtypeStruct
-HEADS = {64: (9, 3), 80: (32, 32), 96: (24, 8), 128: (32, 8), 256: (8, 1)}
-"""Query and KV heads of the models that have heads of that size."""
-
-
-class Case(NamedTuple):
-    """Something to compile.
-
-    Arguments:
-        arguments: their shapes.
-        num_kernels: Pallas kernels in it.
-        promised_bytes: most shared memory that the tile table says of a kernel, by its name.
-    """
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    num_kernels: int = 1
-    promised_bytes: dict[str, int] = {}  # noqa: RUF012  # nobody writes into it
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Attention:
-    """Attention of 256 tokens and 16 sequences: the kernels of chunks and of decodes.
-
-    Arguments:
-        queries: their dtype; None: that of the pages, bfloat16 over 8-bit ones.
-        heads: of queries and of KV; None: those of ``HEADS``.
-    """
-
-    head_dim: int
-    pages: str = "bfloat16"
-    queries: str | None = None
-    heads: tuple[int, int] | None = None
-    page_size: int = 16
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    one_path: bool = False
-    backend: Backend = "triton"
-
-    @property
-    def name(self) -> str:
-        """What differs from the rest."""
-        said = [
-            "mosaic" if self.backend == "mosaic" else "attention",
-            f"d{self.head_dim} {self.pages}",
-            self.queries and f"{self.queries} queries",
-            self.heads and f"{self.heads[0]}:{self.heads[1]}",
-            self.page_size != 16 and f"pages of {self.page_size}",
-            self.window and "window",
-            self.soft_cap and "cap",
-            self.sinks and "sinks",
-            self.one_path and "one path",
-        ]
-        return " ".join(str(word) for word in said if word)
-
-    @property
-    def numbers(self) -> tuple[str, tuple[int, int]]:
-        """The dtype of the queries, and the heads."""
-        queries = "bfloat16" if "8" in self.pages else self.pages
-        return self.queries or queries, self.heads or HEADS[self.head_dim]
-
-    def case(self, target: str) -> Case:
-        """Shapes and the call."""
-        queries, (num_heads, num_kv_heads) = self.numbers
-        num_seqs, num_tokens = 16, 256
-
-        def attend(q: Any, kv: Any, starts: Any, contexts: Any, tables: Any, sinks: Any) -> Any:
-            metadata = attention_metadata(
-                starts,
-                contexts,
-                tables,
-                num_tokens=num_tokens,
-                page_size=self.page_size,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=self.head_dim,
-                window=self.window,
-                one_path=self.one_path,
-                backend=self.backend,
-                target=target,
-            )
-            options: dict[str, Any] = {"window": self.window, "soft_cap": self.soft_cap, "backend": self.backend}
-            return ragged_paged_attention(q, kv, metadata, layer=1, num_layers=2, sinks=sinks, **options)
-
-        pages: Any = Shape((400, self.page_size, num_kv_heads, self.head_dim), self.pages)
-        if pages.dtype.itemsize == 1:
-            scales: Any = Shape((400, num_kv_heads, self.page_size), jnp.float32)
-            pages = QuantizedPages(pages, scales)
-        q = Shape((num_tokens, num_heads, self.head_dim), queries)
-        batch = (_int32(num_seqs + 1), _int32(num_seqs), _int32(num_seqs, 128))
-        arguments = (q, pages, *batch, Shape((num_heads,), jnp.float32) if self.sinks else None)
-        return Case(attend, arguments, 1 if self.one_path else 2, self.promised_bytes(target))
-
-    def promised_bytes(self, target: str) -> dict[str, int]:
-        """Shared memory of each triton kernel, as the tile table has it."""
-        queries, (num_heads, num_kv_heads) = self.numbers
-        dtype = queries if "8" in self.pages else jnp.promote_types(queries, self.pages)
-        out = {}
-        for kernel, decode in (("ragged_paged_attention", False), ("decode_attention", True)):
-            tile = tile_shapes(TARGETS[target], self.head_dim, num_heads // num_kv_heads, decode=decode).of(
-                dtype, self.pages
-            )
-            out[f"{kernel}_d{self.head_dim}"] = shared_memory_bytes(
-                tile, TARGETS[target], head_dim=self.head_dim, dtype=dtype, kv_dtype=self.pages
-            )
-        return out
-
-
-def attention_cases(target: str) -> list[Attention]:
-    """Every tile of the tables with every dtype that it serves, and every switch of the kernels at least once."""
-    sizes = (64, 128, 256)
-    cases = [Attention(head_dim=d, pages=pages) for d in sizes for pages in ("bfloat16", "float16", "float32", "int8")]
-    cases += [Attention(head_dim=d) for d in (80, 96)]
-    cases += [Attention(head_dim=d, pages=pages, queries="float32") for d in sizes for pages in ("bfloat16", "int8")]
-    if TARGETS[target].has_float8:
-        cases += [Attention(head_dim=d, pages="float8_e4m3fn") for d in sizes]
-        cases += [Attention(head_dim=128, pages="float8_e4m3fn", queries="float32")]
-    cases += [Attention(head_dim=d, heads=(71, 1)) for d in sizes]
-    cases += [Attention(head_dim=d, heads=(71, 1), pages="float32") for d in sizes]
-    cases += [Attention(head_dim=128, heads=(71, 1), pages="int8")]
-    cases += [Attention(head_dim=128, page_size=page_size) for page_size in (32, 64, 128)]
-    cases += [Attention(head_dim=64, pages="int8", page_size=128), Attention(head_dim=256, page_size=128)]
-    cases += [Attention(head_dim=128, window=1024, soft_cap=30.0, sinks=True)]
-    cases += [Attention(head_dim=d, one_path=True) for d in sizes]
-    cases += [Attention(head_dim=128, one_path=True, pages="float32", window=1024, sinks=True)]
-    if _has_mosaic(target):
-        for d, page_size in ((64, 16), (128, 16), (128, 128), (256, 64)):
-            cases.append(Attention(head_dim=d, page_size=page_size, backend="mosaic"))
-        cases.append(Attention(head_dim=128, pages="float16", window=1024, soft_cap=30.0, backend="mosaic"))
-    return cases
+from pallas_kernels.compile_attention import Attention, attention_cases
+from pallas_kernels.compile_case import HEADS, Case, Shape, int32
 
 
 def kernel_cases(target: str) -> dict[str, Case]:
@@ -184,7 +44,7 @@ def kernel_cases(target: str) -> dict[str, Case]:
         cases[f"late rows {dtype}"] = _late_rows(dtype)
     for head_dim, norms in ((64, ""), (80, "head"), (128, "head late"), (256, "late bias")):
         cases[f"rope d{head_dim} {norms}".strip()] = _rope(head_dim, norms)
-    rows, of_a_row = Shape((256, 128_256), jnp.float32), (_int32(256), Shape((256,), jnp.float32))
+    rows, of_a_row = Shape((256, 128_256), jnp.float32), (int32(256), Shape((256,), jnp.float32))
     cases["top-k and top-p"] = Case(functools.partial(least_kept_weight, backend="triton"), (rows, *of_a_row))
     for num_tokens, dtype in ((1, "bfloat16"), (2048, "bfloat16"), (32, "float32")):
         cases[f"experts of {num_tokens} {dtype}"] = _experts(num_tokens, dtype)
@@ -194,7 +54,7 @@ def kernel_cases(target: str) -> dict[str, Case]:
 def _experts(num_tokens: int, dtype: str) -> Case:
     """The first product of Qwen3-30B-A3B's experts, of which a token takes 8."""
     x, kernels = Shape((num_tokens, 2048), jnp.dtype(dtype)), Shape((128, 1536, 2048), jnp.dtype(dtype))
-    arguments = (x, kernels, _int32(129), _int32(8 * num_tokens))
+    arguments = (x, kernels, int32(129), int32(8 * num_tokens))
     return Case(functools.partial(grouped_product, backend="triton"), arguments)
 
 
@@ -225,7 +85,8 @@ def _raw_decodes(target: str, head_dim: int) -> Case:
     rows = (bf16((num_seqs, heads, head_dim)), bf16((400, 16, num_kv_heads, head_dim)))
     angles = Shape((num_seqs, head_dim // 2), jnp.float32)
     norms = (bf16((num_seqs, 4096)), Shape((head_dim,), jnp.float32), bf16((heads * head_dim,)))
-    return Case(attend, (*rows, angles, *norms, _int32(num_seqs), _int32(num_seqs, 128)))
+    promised = Attention(head_dim=head_dim, decode_only=True).promised_bytes(target)
+    return Case(attend, (*rows, angles, *norms, int32(num_seqs), int32(num_seqs, 128)), promised_bytes=promised)
 
 
 def _page_moves(dtype: str) -> Case:
@@ -236,7 +97,7 @@ def _page_moves(dtype: str) -> Case:
         taken = gather_pages(kv, sources, backend="triton")
         return scatter_pages(kv, destinations, taken, backend="triton")
 
-    return Case(move, (Shape((64, 4, 2, 16, 8, 128), dtype), _int32(8), _int32(8)), 3)
+    return Case(move, (Shape((64, 4, 2, 16, 8, 128), dtype), int32(8), int32(8)), 3)
 
 
 def _fused_rows(rows: Any, scale: Any) -> Any:
@@ -274,98 +135,4 @@ def _rope(head_dim: int, norms: str) -> Case:
     arrays = (bf16((400, 16, num_kv_heads, head_dim)), bf16((num_tokens, heads, head_dim)))
     angles = Shape((num_tokens, head_dim // 2), jnp.float32)
     late = (bf16((num_tokens, 4096)), Shape((head_dim,), jnp.float32), bf16((heads * head_dim,)))
-    return Case(write, (*arrays, angles, _int32(num_tokens), *late), 2)
-
-
-def step_case(target: str, *, decode_only: bool, num_layers: int = 30, backend: Backend = "triton") -> Case:
-    """A step of a model of SmolLM2-135M's shape on bfloat16, its layers unrolled; the pages are argument 1."""
-    hidden, num_heads, num_kv_heads, head_dim, wide, vocabulary, page_size, num_pages = (
-        576,
-        9,
-        3,
-        64,
-        1536,
-        49152,
-        16,
-        512,
-    )
-    num_seqs = 64
-    num_tokens = num_seqs if decode_only else 512
-    bf16 = functools.partial(Shape, dtype=jnp.bfloat16)
-    layer = {
-        "qkv": bf16(((num_heads + 2 * num_kv_heads) * head_dim, hidden)),
-        "o": bf16((hidden, num_heads * head_dim)),
-        "gate_up": bf16((2 * wide, hidden)),
-        "down": bf16((hidden, wide)),
-        "norms": Shape((2, hidden), jnp.float32),
-    }
-    weights = {"embedding": bf16((vocabulary, hidden)), "layers": [layer] * num_layers}
-    pool = bf16((num_pages, num_layers, 2, page_size, num_kv_heads, head_dim))
-
-    def norm(x: Any, scale: Any) -> Any:
-        x32 = x.astype(jnp.float32)
-        return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
-
-    def rotate(x: Any, cos: Any, sin: Any) -> Any:
-        a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-    def step(
-        weights: Any, kv: Any, tokens: Any, positions: Any, starts: Any, contexts: Any, tables: Any, rows: Any
-    ) -> Any:
-        metadata = attention_metadata(
-            starts,
-            contexts,
-            tables,
-            num_tokens=num_tokens,
-            page_size=page_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            decode_only=decode_only,
-            backend=backend,
-            target=target,
-        )
-        flat = kv.reshape(-1, *kv.shape[3:])
-        pages = tables[rows, positions // page_size]
-        angles = positions[:, None, None] * 1e4 ** -(jnp.arange(head_dim // 2) / (head_dim // 2))
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
-        x = weights["embedding"][tokens]
-        for number, w in enumerate(weights["layers"]):
-            qkv = (norm(x, w["norms"][0]) @ w["qkv"].T).reshape(num_tokens, -1, head_dim)
-            q, k, v = jnp.split(qkv, [num_heads, num_heads + num_kv_heads], 1)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            options: dict[str, Any] = {"layer": number, "num_layers": num_layers, "backend": backend}
-            flat = write_kv(flat, k, v, pages, positions % page_size, **options)
-            attended = ragged_paged_attention(q, flat, metadata, **options)
-            x = x + attended.reshape(num_tokens, -1) @ w["o"].T
-            gate, up = jnp.split(norm(x, w["norms"][1]) @ w["gate_up"].T, 2, -1)
-            x = x + (jax.nn.silu(gate) * up) @ w["down"].T
-        return flat.reshape(kv.shape), jnp.argmax(x[starts[1:] - 1] @ weights["embedding"].T, -1)
-
-    batch = (_int32(num_tokens), _int32(num_tokens), _int32(num_seqs + 1), _int32(num_seqs), _int32(num_seqs, 64))
-    return Case(step, (weights, pool, *batch, _int32(num_tokens)))
-
-
-def step_cases(target: str) -> dict[str, Callable[[], Case]]:
-    """What makes each whole step, by name."""
-    steps: dict[str, Callable[[], Case]] = {
-        "step decode": functools.partial(step_case, target, decode_only=True),
-        "step mixed": functools.partial(step_case, target, decode_only=False),
-    }
-    if _has_mosaic(target):
-        steps["step mixed mosaic"] = functools.partial(step_case, target, decode_only=False, backend="mosaic")
-    return steps
-
-
-def _has_mosaic(target: str) -> bool:
-    return TARGETS[target].compute_capability == (9, 0) and has_api()
-
-
-def num_bytes(x: Shape) -> int:
-    """Of an array of that shape."""
-    return x.size * x.dtype.itemsize
-
-
-def _int32(*shape: int) -> Shape:
-    return Shape(shape, jnp.int32)
+    return Case(write, (*arrays, angles, int32(num_tokens), *late), 2)

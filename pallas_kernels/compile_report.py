@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.compile_cases import kernel_cases, step_cases
+from pallas_kernels.compile_cases import kernel_cases
+from pallas_kernels.compile_steps import step_cases
 from pallas_kernels.deviceless import NoPluginError, environment, install_plugin, ptxas
 from pallas_kernels.triton.targets import TARGETS
 

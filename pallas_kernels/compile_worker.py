@@ -17,7 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.compile_cases import Case, kernel_cases, num_bytes, step_cases
+from pallas_kernels.compile_case import Case, num_bytes
+from pallas_kernels.compile_cases import kernel_cases
+from pallas_kernels.compile_steps import step_cases
 from pallas_kernels.deviceless import compile_for
 
 ARCHITECTURES = {"h200": "sm_90a", "h100": "sm_90a", "a100": "sm_80", "l4": "sm_89"}
@@ -63,8 +65,9 @@ def compile_kernels(case: Case, target: str, dump: Path, ptxas: Path) -> dict[st
             if name in case.promised_bytes:
                 facts["promised_bytes"] = case.promised_bytes[name]
             kernels[name] = facts
-    if len(kernels) < case.num_kernels:
-        raise RuntimeError(f"XLA left the PTX of {sorted(kernels)} in {dump}, {case.num_kernels} kernels were expected")
+    if len(kernels) < case.num_kernels or not case.promised_bytes.keys() <= kernels.keys():
+        expected = f"{case.num_kernels} kernels, {sorted(case.promised_bytes)} among them, were expected"
+        raise RuntimeError(f"XLA left the PTX of {sorted(kernels)} in {dump}, {expected}")
     return {"kernels": kernels}
 
 

@@ -18,11 +18,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
-from pallas_kernels.checks import require, require_array
+from pallas_kernels.checks import require, require_array, require_dtype, require_integer
 from pallas_kernels.metadata import Backend, chosen_backend
 from pallas_kernels.pages import PLAIN_DTYPES
 from pallas_kernels.triton import grouped as triton
 from pallas_kernels.xla import grouped as xla
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 
 class Groups(NamedTuple):
@@ -35,7 +37,13 @@ class Groups(NamedTuple):
 
 
 def group_rows(experts: Int[Array, "T k"], num_groups: int) -> Groups:
-    """The rows of each expert. Numbers outside of 0 to ``num_groups`` - 1 are nobody's."""
+    """The rows of each expert. Numbers outside of 0 to ``num_groups`` - 1 are nobody's.
+
+    Raises:
+        ValueError: a shape, dtype or number can't be; the message names the argument.
+    """
+    require_array(experts, "experts", (None, None), dtypes=INTEGERS)
+    require_integer(num_groups, "num_groups")
     flat = experts.reshape(-1).astype(jnp.int32)
     flat = jnp.where((flat >= 0) & (flat < num_groups), flat, num_groups)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -77,7 +85,8 @@ def grouped_product(
     require_array(starts, "starts", (G + 1,), dtypes=("int32",))
     if rows is not None:
         require_array(rows, "rows", (None,), dtypes=("int32",))
-    dtype, x = jnp.dtype(kernels.dtype if dtype is None else dtype), x.astype(kernels.dtype)
+    dtype = require_dtype(kernels.dtype if dtype is None else dtype, "dtype", PLAIN_DTYPES)
+    x = x.astype(kernels.dtype)
     if backend == "xla":
         return xla.grouped_product(x if rows is None else x[rows], kernels, starts, dtype)
     rows = jnp.arange(x.shape[0], dtype=jnp.int32) if rows is None else rows

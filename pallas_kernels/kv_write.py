@@ -42,7 +42,7 @@ def write_kv(
         kv_pages: the pool [N, L, 2, page_size, K, D] seen flat, F = N*L*2. dtype uint16 stores the bits of bfloat16.
             Into :class:`QuantizedPages` rows are written with the scale of each token and head.
         k: keys, rotated.
-        v: values.
+        v: values, of k's dtype.
         pages: page number of each token. Padding tokens go to page 0, which nobody reads.
         offsets: position inside the page.
         layer: l.
@@ -59,9 +59,10 @@ def write_kv(
     require_kv_pages(kv_pages, layer=layer, num_layers=num_layers, backend=backend)
     values: Array = values_of(kv_pages)
     require_array(k, "k", (None, *values.shape[2:]), dtypes=PLAIN_DTYPES)
-    require_array(v, "v", k.shape, dtypes=PLAIN_DTYPES)
+    require_array(v, "v", k.shape, dtypes=(jnp.dtype(k.dtype).name,))
     require_array(pages, "pages", k.shape[:1], dtypes=("int32",))
     require_array(offsets, "offsets", k.shape[:1], dtypes=("int32",))
+    values, pages = jnp.asarray(values), jnp.asarray(pages)
     rows = jnp.stack([k, v], 1)
     keys = pages * (2 * num_layers) + 2 * layer
     flat_pages = jnp.stack([keys, keys + 1], 1)
@@ -69,7 +70,7 @@ def write_kv(
         return _put(values, flat_pages, offsets, rows.astype(stored_dtype(kv_pages)))
     rows, scales = quantize_rows(rows, stored_dtype(kv_pages))
     heads = jnp.arange(values.shape[2], dtype=jnp.int32)
-    at_scales = kv_pages.scales.at[flat_pages[..., None], heads, offsets[:, None, None]]
+    at_scales = jnp.asarray(kv_pages.scales).at[flat_pages[..., None], heads, offsets[:, None, None]]
     return QuantizedPages(_put(values, flat_pages, offsets, rows), at_scales.set(scales, mode="drop"))
 
 

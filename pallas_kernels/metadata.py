@@ -10,9 +10,10 @@ import dataclasses
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.checks import BACKENDS, require, require_array, require_page_size
+from pallas_kernels.checks import BACKENDS, require, require_array, require_integer, require_page_size, require_window
 from pallas_kernels.mosaic import MOSAIC_ROWS
 from pallas_kernels.native.ops import Tables
 from pallas_kernels.platform import platform
@@ -112,19 +113,23 @@ def attention_metadata(
     require_array(context_lens, "context_lens", (num_seqs,), dtypes=("int32",))
     require_array(query_starts, "query_starts", (num_seqs + 1,), dtypes=("int32",))
     require_page_size(page_size)
-    require(num_tokens >= 1, "num_tokens", "at least 1", num_tokens)
-    require(window is None or window >= 1, "window", "None or at least 1", window)
-    require(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads)
-    whole = num_heads >= 1 and num_heads % num_kv_heads == 0
-    require(whole, "num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads)
+    for name, number in (
+        ("num_tokens", num_tokens),
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim),
+    ):
+        require_integer(number, name)
+    require_window(window)
+    require(num_heads % num_kv_heads == 0, "num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads)
     require(not one_path or backend != "mosaic", "one_path", "False for backend mosaic", one_path)
     if backend == "mosaic":
         group = num_heads // num_kv_heads
         require(group <= MOSAIC_ROWS, "num_heads", f"at most {MOSAIC_ROWS} a KV head for backend mosaic", num_heads)
-    require(head_dim >= 1, "head_dim", "at least 1", head_dim)
     require_target(target, backend)
     if decode_only:
         require(num_tokens == num_seqs, "num_tokens", f"the number of sequences ({num_seqs}) of decodes", num_tokens)
+    query_starts, context_lens, block_tables = map(jnp.asarray, (query_starts, context_lens, block_tables))
     work: WorkLists | TritonWork | Tables
     if backend == "xla":
         work = work_lists(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.checks import require, require_array, require_number
+from pallas_kernels.checks import require, require_array, require_integer, require_number
 from pallas_kernels.pages import PLAIN_DTYPES
 
 
@@ -88,7 +88,8 @@ def require_late_norm(late_norm: LateNorm | None, num_rows: int, num_columns: in
 def require_raw_queries(q: RawQueries) -> None:
     """Raise ValueError unless a kernel can finish the queries, whose ``qkv`` has three axes."""
     num_tokens, heads, head_dim = q.qkv.shape
-    require(1 <= q.num_heads <= heads, "q.num_heads", f"from 1 to the {heads} heads of q.qkv", q.num_heads)
+    require_integer(q.num_heads, "q.num_heads")
+    require(q.num_heads <= heads, "q.num_heads", f"at most the {heads} heads of q.qkv", q.num_heads)
     require_angles(q.cos, q.sin, num_tokens, head_dim)
     require_head_norm(q.head_norm, head_dim)
     require_late_norm(q.late_norm, num_tokens, heads * head_dim)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from pallas_kernels.checks import require, require_array
+from pallas_kernels.checks import require, require_array, require_is_array
 from pallas_kernels.metadata import Backend, chosen_backend
 from pallas_kernels.triton import page_copy as triton
 
@@ -122,5 +122,6 @@ def _require_pages(kv: object) -> None:
     leaves = jax.tree.leaves(kv)
     require(len(leaves) > 0, "kv", "an array or a pytree of arrays", repr(kv))
     for leaf in leaves:
-        require(leaf.ndim >= 2, "kv", "of shape [N, ...]", f"shape {list(leaf.shape)}")
+        require_is_array(leaf, "kv")
+        require(len(leaf.shape) >= 2, "kv", "of shape [N, ...]", f"shape {list(leaf.shape)}")
         require(leaf.shape[0] == leaves[0].shape[0], "kv", f"of {leaves[0].shape[0]} pages", f"{leaf.shape[0]} pages")

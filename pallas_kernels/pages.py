@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Shaped
 
-from pallas_kernels.checks import require, require_array, require_page_size
+from pallas_kernels.checks import require, require_array, require_integer, require_page_size
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The quantised dtypes, and what the largest feature of a row becomes in each."""
@@ -88,7 +88,7 @@ def require_kv_pages(kv_pages: KVPages, *, layer: object, num_layers: int, backe
     if isinstance(kv_pages, QuantizedPages):
         num_pages, page_size, num_kv_heads, _ = values.shape
         require_array(kv_pages.scales, "kv_pages.scales", (num_pages, num_kv_heads, page_size), dtypes=("float32",))
-    require(num_layers >= 1, "num_layers", "at least 1", num_layers)
+    require_integer(num_layers, "num_layers")
     require(
         values.shape[0] % (2 * num_layers) == 0,
         name,
@@ -96,6 +96,6 @@ def require_kv_pages(kv_pages: KVPages, *, layer: object, num_layers: int, backe
         f"{values.shape[0]} flat pages",
     )
     if isinstance(layer, numbers.Integral):
-        require(0 <= int(layer) < num_layers, "layer", f"in [0, {num_layers})", layer)
+        require(not isinstance(layer, bool) and 0 <= int(layer) < num_layers, "layer", f"in [0, {num_layers})", layer)
     else:
         require_array(jnp.asarray(layer), "layer", (), dtypes=("int32",))

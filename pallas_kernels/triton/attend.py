@@ -21,6 +21,8 @@ from jaxtyping import Array, Bool, Float, Int32
 MASKED = -1e30
 """Score of a position that a query may not see. Finite: a row with nothing to see has no NaN."""
 LOG2_E = math.log2(math.e)
+TF32_ZEROS = 13
+"""Last bits of a float32 that TF32 doesn't have."""
 
 
 class Softmax(NamedTuple):
@@ -50,6 +52,8 @@ class Geometry:
         dtype: what the products run in.
         precision: that of float32 products: by default they would round their inputs to TF32's 10 bits, and as plain
             float32 they run without tensor cores and spill; three TF32 products come close to float32.
+        two_products: the right sides of float32 products are 8-bit numbers, which TF32 holds: the left sides alone are
+            split, in what TF32 holds of them and the rest.
     """
 
     group: int
@@ -63,6 +67,7 @@ class Geometry:
     soft_cap: float | None
     dtype: Any
     precision: lax.Precision | lax.DotAlgorithmPreset | None
+    two_products: bool
 
     @property
     def width(self) -> int:
@@ -72,15 +77,32 @@ class Geometry:
     def dot(self, a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "rows columns"]:
         """A product that sums over one axis of each, in float32."""
         dimensions = (((contract[0],), (contract[1],)), ((), ()))
-        return lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)
+        multiply = functools.partial(
+            lax.dot_general,
+            dimension_numbers=dimensions,
+            precision=self.precision,
+            preferred_element_type=jnp.float32,
+        )
+        if not self.two_products:
+            return multiply(a, b)
+        high, rest = tf32_parts(a)
+        return multiply(rest, b) + multiply(high, b)
 
 
-def geometry(*, dtype: Any, interpret: bool, **static: Any) -> Geometry:
-    """The geometry of a kernel that multiplies in ``dtype``."""
-    precision = None
+def tf32_parts(a: Float[Array, "rows columns"]) -> tuple[Float[Array, "rows columns"], Float[Array, "rows columns"]]:
+    """What TF32 holds of float32, and the rest, of which it holds all but 2**-21 of the whole."""
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(a, jnp.int32) & -(2**TF32_ZEROS), jnp.float32)
+    return high, a - high
+
+
+def geometry(*, dtype: Any, of_8_bits: bool, interpret: bool, **static: Any) -> Geometry:
+    """The geometry of a kernel that multiplies in ``dtype``, over 8-bit pages or others."""
+    precision: lax.Precision | lax.DotAlgorithmPreset | None = None
+    two_products = of_8_bits and dtype == jnp.float32
     if dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    return Geometry(dtype=dtype, precision=precision, **static)
+        on_gpu = lax.DotAlgorithmPreset.TF32_TF32_F32 if two_products else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        precision = lax.Precision.HIGHEST if interpret else on_gpu
+    return Geometry(dtype=dtype, precision=precision, two_products=two_products, **static)
 
 
 def start(shape: Geometry, sink: Float[Array, " rows"] | None) -> Softmax:

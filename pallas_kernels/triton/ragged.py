@@ -117,7 +117,7 @@ def _prepare(
     quantized = isinstance(kv_pages, QuantizedPages)
     # 8-bit numbers are exact in bfloat16: they take the dtype of the queries.
     dtype = q.dtype if quantized else jnp.promote_types(q.dtype, values.dtype)
-    tile = tiles.of(dtype, values.dtype)
+    tile = tiles.of(dtype)
     require_fits(tile, work.target, head_dim=head_dim, dtype=dtype, kv_dtype=values.dtype)
     require_offsets_fit(values, "kv_pages.values" if quantized else "kv_pages")
     kv = KVRefs(
@@ -133,6 +133,7 @@ def _prepare(
         page_size=page_size,
         head_dim=head_dim,
         dtype=dtype,
+        of_8_bits=quantized,
         interpret=interpret,
         **options,
     )

@@ -36,19 +36,14 @@ class TileShape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles by what the products run in. ``narrow``: elements of at most 2 bytes. ``float32_of_8_bits``: of chunks over
-    8-bit pages, where that differs from other float32."""
+    """Tiles by what the products run in. ``narrow``: elements of at most 2 bytes."""
 
     narrow: TileShape
     float32: TileShape
-    float32_of_8_bits: TileShape | None = None
 
-    def of(self, dtype: DTypeLike, kv_dtype: DTypeLike) -> TileShape:
-        """The tile for products in ``dtype`` over pages of ``kv_dtype``."""
-        if jnp.dtype(dtype).itemsize <= 2:
-            return self.narrow
-        of_8_bits = self.float32_of_8_bits if jnp.dtype(kv_dtype).itemsize == 1 else None
-        return of_8_bits or self.float32
+    def of(self, dtype: DTypeLike) -> TileShape:
+        """The tile for products in ``dtype``."""
+        return self.narrow if jnp.dtype(dtype).itemsize <= 2 else self.float32
 
 
 Table = dict[int, Tiles]
@@ -59,18 +54,16 @@ FLOAT32_CHUNKS = {
     # spilled 116 bytes under jax 0.10.2; 32 take 252. Tiles are cut in 64 rows all the same, for two programs each.
     64: TileShape(rows=64, block=16, num_warps=4, num_stages=2),
     128: TileShape(rows=32, block=16, num_warps=4, num_stages=2),
-    # 32 rows spill 960 bytes even in 8 warps.
+    # 32 rows spill 960 bytes even in 8 warps (226 registers over 8-bit pages, whose products are two).
     256: TileShape(rows=16, block=16, num_warps=8, num_stages=2),
 }
-FLOAT32_OF_8_BITS = TileShape(rows=16, block=16, num_warps=8, num_stages=1)
-"""Chunks of head size 256: a converted block in flight made them spill 20 bytes, without it is 4 (16 warps: 2,100)."""
 HOPPER_CHUNKS: Table = {
     # 64 rows are one wgmma, 16 a warp. bfloat16 compiles to 128 registers at head size 64 and 212 at 128, without
     # spills, and 40 and 80 KB of shared memory: two or more programs a core.
     64: Tiles(TileShape(rows=64, block=64, num_warps=4, num_stages=2), FLOAT32_CHUNKS[64]),
     128: Tiles(TileShape(rows=64, block=64, num_warps=4, num_stages=2), FLOAT32_CHUNKS[128]),
     # Half the block: 64 positions would take 160 KB, one program a core.
-    256: Tiles(TileShape(rows=64, block=32, num_warps=4, num_stages=2), FLOAT32_CHUNKS[256], FLOAT32_OF_8_BITS),
+    256: Tiles(TileShape(rows=64, block=32, num_warps=4, num_stages=2), FLOAT32_CHUNKS[256]),
 }
 AMPERE_CHUNKS: Table = {
     # mma takes the queries from registers: at head size 128 a block of 64 takes 255 and spills 28 bytes on an L4, one
@@ -79,7 +72,7 @@ AMPERE_CHUNKS: Table = {
     128: Tiles(TileShape(rows=64, block=32, num_warps=4, num_stages=2), FLOAT32_CHUNKS[128]),
     # 64 rows x 256 features of the result fill the registers of 4 warps, 8 take 172 to 178; a block of 64 asks for
     # 106,496 bytes of shared memory, and an L4 has 101,376.
-    256: Tiles(TileShape(rows=64, block=32, num_warps=8, num_stages=2), FLOAT32_CHUNKS[256], FLOAT32_OF_8_BITS),
+    256: Tiles(TileShape(rows=64, block=32, num_warps=8, num_stages=2), FLOAT32_CHUNKS[256]),
 }
 DECODES: Table = {
     # One token a tile: the products are mostly padding and the time goes into loads. Page numbers take a stage of the

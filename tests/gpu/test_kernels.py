@@ -99,7 +99,7 @@ CALLS = small_calls(small=not ON_GPU, seed=0)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_beside_attention(name, backend):
-    """Norms, SiLU x up, RoPE, the KV write, page moves and selection, in bfloat16."""
+    """Norms, SiLU x up, RoPE, the KV write, page moves, products of experts and selection, in bfloat16."""
     assert CALLS[name].error(backend, interpret=not ON_GPU) < 1e-2
 
 

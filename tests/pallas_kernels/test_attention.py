@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.triton.attend import tf32_parts
 from tests.pallas_kernels.batches import Batch, ragged_batch, relative_error
 from tests.pallas_kernels.pairwise import Row, all_pairs, pairs
 
@@ -105,6 +106,15 @@ def test_the_table_of_features_holds_every_pair_and_its_beginning_every_value():
 def test_pages_of_bits(kv_dtype):
     """On CPUs bfloat16 and float8 are stored as integers, and lose nothing to float32 queries."""
     assert_matches_reference(ragged_batch(MIXED, kv_dtype=kv_dtype), "xla")
+
+
+def test_float32_beside_8_bits_is_two_products_of_tf32():
+    """TF32 has 10 bits after the first: it holds 8-bit numbers and the first part, and enough of the second."""
+    a = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    high, rest = (np.asarray(part) for part in tf32_parts(a))
+    assert not (high.view(np.int32) & 0x1FFF).any() and (high.astype(np.float64) + rest == a).all()
+    held = (rest.view(np.int32) & ~0x1FFF).view(np.float32)
+    assert relative_error(high.astype(np.float64) + held, a.astype(np.float64)) < 2.0**-21
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from pallas_kernels import (
     write_kv,
 )
 from pallas_kernels.triton.targets import TARGETS, default_target
+from tests.pallas_kernels.batches import ragged_batch, relative_error
 
 
 def metadata(**changes: Any) -> AttentionMetadata:
@@ -45,12 +47,13 @@ def metadata(**changes: Any) -> AttentionMetadata:
         ({"query_starts": np.zeros(3, np.int64)}, "query_starts must be of dtype int32, got int64"),
         ({"context_lens": np.zeros((2, 1), np.int32)}, r"context_lens must be of shape \[2\], got shape \[2, 1\]"),
         ({"block_tables": np.zeros(4, np.int32)}, r"block_tables must be of shape \[any, any\], got shape \[4\]"),
+        ({"context_lens": [9, 3]}, "context_lens must be an array, got list"),
         ({"page_size": 24}, "page_size must be 8, 16, 32, 64 or 128, got 24"),
-        ({"num_heads": 0}, "num_heads must be a multiple of num_kv_heads = 2, got 0"),
+        ({"num_heads": 0}, "num_heads must be an integer of at least 1, got 0"),
         ({"target": "l4"}, "target must be None for backend xla, got 'l4'"),
         ({"target": "b1", "backend": "triton"}, "target must be None or one of h200, h100, a100, l4, got 'b1'"),
         ({"num_heads": 7}, "num_heads must be a multiple of num_kv_heads = 2, got 7"),
-        ({"window": 0}, "window must be None or at least 1, got 0"),
+        ({"window": 0}, "window must be None or an integer of at least 1, got 0"),
         ({"decode_only": True}, r"num_tokens must be the number of sequences \(2\) of decodes, got 4"),
         ({"backend": "cuda"}, "backend must be None or one of xla, triton, mosaic, native, got 'cuda'"),
     ],
@@ -111,6 +114,45 @@ def test_attention(changes, message):
         ragged_paged_attention(metadata=metadata(), **arguments | changes)
 
 
+INTEGERS = {"num_tokens": 4, "page_size": 8, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "window": 20}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_numbers_that_count_are_integers(name):
+    """Also those that would be equal to the right one."""
+    for wrong in (float(INTEGERS[name]), INTEGERS[name] + 0.5, True, str(INTEGERS[name]), jnp.int32(INTEGERS[name])):
+        expected = rf"{name} must be (None or )?an integer of at least 1, got {re.escape(repr(wrong))}"
+        with pytest.raises(ValueError, match=expected):
+            metadata(**{name: wrong})
+    assert getattr(metadata(**{name: np.int64(INTEGERS[name])}), name) == INTEGERS[name]
+
+
+@pytest.mark.parametrize("name, right", [("num_layers", 2), ("window", 20)])
+def test_layers_and_windows_of_attention_are_integers(name, right):
+    q, pages = np.zeros((4, 6, 16), np.float32), np.zeros((12, 8, 2, 16), np.float32)
+    options: dict[str, Any] = {"layer": 1, "num_layers": 2, "window": 20, "backend": "xla"}
+    for wrong in (float(right), True):
+        with pytest.raises(ValueError, match=rf"{name} must be (None or )?an integer of at least 1, got {wrong!r}"):
+            ragged_paged_attention(q, pages, metadata(window=20), **options | {name: wrong})
+    with pytest.raises(ValueError, match=r"layer must be in \[0, 2\), got True"):
+        ragged_paged_attention(q, pages, metadata(window=20), **options | {"layer": True})
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_numpy_arrays_outside_of_jit(backend, kv_dtype):
+    batch = ragged_batch([(1, 9), (3, 3)], heads=(2, 1), kv_dtype=kv_dtype)
+    options: dict[str, Any] = {"layer": batch.layer, "num_layers": batch.num_layers, "backend": backend}
+    starts, contexts, tables = batch.query_starts, batch.context_lens, batch.block_tables
+    rows, place = np.zeros((1, 1, 16), np.float32), np.zeros(1, np.int32)
+    pages = write_kv(batch.kv_pages, rows, rows, place, place, **options)  # into the trash page
+    sizes = {"num_tokens": 4, "page_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+    built = attention_metadata(starts, contexts, tables, backend=backend, **sizes)
+    got = [ragged_paged_attention(batch.q, each, built, interpret=True, **options) for each in (batch.kv_pages, pages)]
+    assert relative_error(np.asarray(got[0]), batch.expected()) < 1e-6
+    np.testing.assert_array_equal(*map(np.asarray, got))
+
+
 def test_checks_work_on_shapes_alone():
     """Inside jit the arguments are tracers."""
     with pytest.raises(ValueError, match="page_size must be"):
@@ -124,7 +166,8 @@ SCALE = np.ones(16, np.float32)
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"num_heads": 11}, r"q.num_heads must be from 1 to the 10 heads of q.qkv, got 11"),
+        ({"num_heads": 6.0}, r"q.num_heads must be an integer of at least 1, got 6\.0"),
+        ({"num_heads": 11}, r"q.num_heads must be at most the 10 heads of q.qkv, got 11"),
         ({"num_heads": 8}, "metadata must be built for num_heads 8, got one for 6"),
         ({"cos": np.zeros((2, 16), np.float32)}, r"cos must be of shape \[2, 8\], got shape \[2, 16\]"),
         ({"sin": np.zeros((2, 8), np.float16)}, "sin must be of dtype float32, got float16"),

@@ -90,6 +90,9 @@ def test_every_row_of_a_group_is_in_one_block_of_it(sizes):
         ({"x": rows(3, 9)}, r"x must be of shape \[any, 8\], got shape \[3, 9\]"),
         ({"starts": np.zeros(5, np.int32)}, r"starts must be of shape \[6\]"),
         ({"rows": np.zeros(3, np.float32)}, "rows must be of dtype int32"),
+        ({"dtype": "int32"}, "dtype must be float32 or bfloat16 or float16, got 'int32'"),
+        ({"dtype": "float"}, "dtype must be float32 or bfloat16 or float16, got 'float'"),
+        ({"dtype": "half a float"}, "dtype must be float32 or bfloat16 or float16, got 'half a float'"),
         ({"backend": "native"}, "backend must be None or one of xla, triton, mosaic"),
     ],
 )
@@ -97,6 +100,19 @@ def test_what_can_not_be_is_refused_by_name(changes, message):
     arguments = {"x": rows(3, 8), "kernels": rows(5, 6, 8), "starts": starts_of([1, 1, 1, 0, 0])}
     with pytest.raises(ValueError, match=message):
         grouped_product(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": np.zeros(4, np.int32)}, r"experts must be of shape \[any, any\], got shape \[4\]"),
+        ({"experts": np.zeros((2, 2), np.float32)}, "experts must be of dtype int8 or .*, got float32"),
+        ({"num_groups": 3.0}, r"num_groups must be an integer of at least 1, got 3\.0"),
+    ],
+)
+def test_experts_that_can_not_be_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        group_rows(**({"experts": np.zeros((2, 2), np.int32), "num_groups": 3} | changes))
 
 
 @pytest.mark.parametrize(("num_rows", "dtype"), [(8, "bfloat16"), (4096, "bfloat16"), (64, "float32")])

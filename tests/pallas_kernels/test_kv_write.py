@@ -70,6 +70,10 @@ def test_wrong_rows_are_refused():
         write(pool, k, v[:5], PAGES, OFFSETS, layer=0)
     with pytest.raises(ValueError, match=r"k must be of shape \[any, 3, 64\], got shape \[6, 3, 32\]"):
         write(pool, k[..., :32], v, PAGES, OFFSETS, layer=0)
+    with pytest.raises(ValueError, match="v must be of dtype float32, got bfloat16"):
+        write(pool, k, v.astype(ml_dtypes.bfloat16), PAGES, OFFSETS, layer=0)
+    with pytest.raises(ValueError, match=r"num_layers must be an integer of at least 1, got 3\.0"):
+        write_kv(pool, k, v, PAGES, OFFSETS, layer=0, num_layers=3.0)
     with pytest.raises(ValueError, match="offsets must be of dtype int32, got float32"):
         write(pool, k, v, PAGES, OFFSETS.astype(np.float32), layer=0)
     with pytest.raises(ValueError, match=r"kv_pages must be of dtype float32 or bfloat16 or float16, got uint16"):

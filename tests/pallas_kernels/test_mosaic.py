@@ -50,10 +50,15 @@ def attend_with_races(batch: Batch, soft_cap: float | None = None) -> np.ndarray
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    "heads, head_dim, page_size, window, soft_cap",
-    [((3, 1), 64, 16, None, None), ((4, 2), 128, 64, 40, 5.0)],
+    "heads, head_dim, page_size, window, soft_cap, dtype",
+    [
+        ((3, 1), 64, 16, None, None, "bfloat16"),
+        ((4, 2), 128, 64, 40, 5.0, "bfloat16"),
+        ((2, 1), 128, 128, 100, None, "float16"),
+        ((2, 1), 256, 32, None, None, "bfloat16"),
+    ],
 )
-def test_chunks_between_decodes(heads, head_dim, page_size, window, soft_cap):
+def test_chunks_between_decodes(heads, head_dim, page_size, window, soft_cap, dtype):
     """Chunks that end inside a page and a block, a decode among them, padding, NaN wherever nothing may be read."""
     batch = ragged_batch(
         [(7, 70), (1, 130), (40, 90)],
@@ -61,7 +66,7 @@ def test_chunks_between_decodes(heads, head_dim, page_size, window, soft_cap):
         head_dim=head_dim,
         page_size=page_size,
         window=window,
-        dtype="bfloat16",
+        dtype=dtype,
         num_tokens=52,
         num_seqs=4,
         num_layers=1,

@@ -110,5 +110,7 @@ def test_wrong_arguments_are_refused():
         scatter_pages(kv, DESTINATIONS, kv[:4])
     with pytest.raises(ValueError, match="rows must be of dtype float32, got float16"):
         scatter_pages(kv, DESTINATIONS, kv[:5].astype(np.float16))
+    with pytest.raises(ValueError, match="kv must be an array, got float"):
+        gather_pages((kv, 1.0), SOURCES)
     with pytest.raises(ValueError, match="kv must be of 16 pages, got 4 pages"):
         gather_pages((kv, kv[:4]), SOURCES)

@@ -148,7 +148,7 @@ def test_a_decode_has_all_heads_of_a_group_or_shares_them():
 def test_every_tile_of_the_tables_fits_its_target(target, head_dim, group):
     dtypes = [("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float32", "float32"), ("float32", "int8")]
     for decode, (dtype, kv_dtype) in itertools.product((False, True), dtypes):
-        tile = tile_shapes(TARGETS[target], head_dim, group, decode=decode).of(dtype, kv_dtype)
+        tile = tile_shapes(TARGETS[target], head_dim, group, decode=decode).of(dtype)
         require_fits(tile, TARGETS[target], head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
 
 
@@ -177,7 +177,7 @@ def test_head_sizes_without_a_tile_are_refused():
 
 def test_a_tile_that_does_not_fit_is_refused():
     l4 = TARGETS["l4"]
-    tile = tile_shapes(l4, 256, 4, decode=False).of("bfloat16", "bfloat16")
+    tile = tile_shapes(l4, 256, 4, decode=False).of("bfloat16")
     require_fits(tile, l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16")
     with pytest.raises(
         ValueError, match=r"must fit the 101,376 bytes of shared memory of an NVIDIA L4, got 1[0-9,]+ bytes"
@@ -188,10 +188,10 @@ def test_a_tile_that_does_not_fit_is_refused():
 def test_float8_pages_are_refused_where_there_is_no_float8():
     """Capability 8.6 has an L4's tiles and lacks its float8."""
     a10 = dataclasses.replace(TARGETS["l4"], device="NVIDIA A10", compute_capability=(8, 6))
-    tile = tile_shapes(a10, 64, 4, decode=True).of("bfloat16", "bfloat16")
+    tile = tile_shapes(a10, 64, 4, decode=True).of("bfloat16")
     require_fits(tile, TARGETS["l4"], head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
     with pytest.raises(ValueError, match=r"int8 on an NVIDIA A10: it has no float8 numbers \(compute capability 8\.6"):
         require_fits(tile, a10, head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
-    tile = tile_shapes(TARGETS["a100"], 64, 4, decode=True).of("bfloat16", "bfloat16")
+    tile = tile_shapes(TARGETS["a100"], 64, 4, decode=True).of("bfloat16")
     with pytest.raises(ValueError, match="kv_pages must be of dtype int8 on an NVIDIA A100: it has no float8 numbers"):
         require_fits(tile, TARGETS["a100"], head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
