@@ -272,7 +272,12 @@ class Replicas(ServingEngine):
     # ------------------------------------------------------------------ what they are doing
 
     def stats_by_engine(self) -> dict[str, EngineStats]:
-        return {str(index): member.stats() for index, member in enumerate(self._members)}
+        """Those that compute prompts for others go by names of their own."""
+        parts = {str(index): member.stats() for index, member in enumerate(self._members)}
+        for engine in self.engines:
+            own = engine.stats_by_engine()
+            parts |= {name: stats for name, stats in own.items() if name.startswith("prefill-")}
+        return parts
 
     def stats(self) -> EngineStats:
         """Of all engines and of the queue before them."""

@@ -28,6 +28,10 @@ class Link(Source, Protocol):
     """A prefill engine, here or in another process."""
 
     @property
+    def address(self) -> str | None:
+        """HOST:PORT of one in another process."""
+
+    @property
     def alive(self) -> bool:
         """It is there, and makes steps if it has any to make."""
 
@@ -143,6 +147,14 @@ class Disaggregated(ServingEngine):
                 finished=dict.fromkeys(own.finished, 0),
             )
         return by_engine
+
+    def stats(self) -> EngineStats:
+        """Of the engine that answers."""
+        return self.decode.stats()
+
+    @property
+    def peers(self) -> dict[str, bool]:
+        return {link.address: link.alive for link in self.links if link.address is not None}
 
     @property
     def healthy(self) -> bool:

@@ -105,6 +105,9 @@ class FakeEngine:
             healthy=self.healthy,
         )
 
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        return {"0": self.stats()}
+
     def pause(self) -> None:
         self.paused = True
 

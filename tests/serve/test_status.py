@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,29 @@ def test_an_engine_that_makes_no_steps_is_not_alive(client: TestClient, engine: 
     assert client.get("/health").json() == {"status": "ok"}
     engine.stalled_s = 61.0
     assert error_of(client.get("/health"), 503)["code"] == "engine_stalled"
+
+
+def test_who_only_computes_prompts_is_not_alive_for_the_one_that_answers(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine, stalled = engine.stats(), SimpleNamespace(state="stalled")
+    monkeypatch.setattr(engine, "stats_by_engine", lambda: {"decode": fine, "prefill-0": stalled})
+    assert client.get("/health").json() == {
+        "status": "degraded",
+        "engines": {"decode": "ok", "prefill-0": "stalled"},
+    }
+    monkeypatch.setattr(engine, "stats_by_engine", lambda: {"decode": stalled, "prefill-0": fine})
+    assert error_of(client.get("/health"), 503)["code"] == "engine_stalled"
+
+
+def test_a_peer_that_is_lost_is_named(client: TestClient, engine: FakeEngine) -> None:
+    engine.peers = {"10.0.0.1:9": True, "10.0.0.2:9": False}
+    assert client.get("/health").json() == {
+        "status": "degraded",
+        "engines": {"0": "ok", "prefill at 10.0.0.1:9": "ok", "prefill at 10.0.0.2:9": "lost"},
+    }
+    metrics = client.get("/metrics").text
+    assert 'jaxcb:engine_up{engine="prefill at 10.0.0.2:9",model_name="fake-model"} 0.0' in metrics
 
 
 def test_ready_is_no_more_when_a_shutdown_begins_or_in_a_pause(client: TestClient, engine: FakeEngine) -> None:
