@@ -133,7 +133,7 @@ def test_a_prefill_process_is_killed_at_every_stage_and_no_answer_differs(decode
                 wait_for(lambda: link.alive)
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("connector", ["shm", pytest.param("transfer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", ["chunks", "before the ack", "decoding"])
 def test_a_decode_process_is_killed_and_the_prefill_engine_frees_its_pages(prefill, stage, connector):
     with serving(prefill, connector) as server:
