@@ -148,13 +148,11 @@ def test_a_cut_models_step_adds_up_twice_a_layer_in_one_graph(plugin, size):
 @pytest.mark.network
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_step_with_whole_experts_keeps_every_promise(plugin, size):
-    """But for bytes, of which the sampler's weigh more in a model of few layers."""
-    asked = request("qwen3-30b-a3b", rows=(32,), tensor_parallel_size=size, enable_expert_parallel=size > 1)
-    for audited in audit.compile_steps(asked, plugin):
+    """A budget of other sizes than the model has."""
+    changes = {"rows": (32,), "tokens": 1536, "tensor_parallel_size": size, "enable_expert_parallel": size > 1}
+    for audited in audit.compile_steps(request("qwen3-30b-a3b", **changes), plugin):
         assert audited.sums == (0 if size == 1 else 7)
-        bytes_of_few_layers = {what for what in broken(audited) if what.startswith("bytes at most") and size > 1}
-        assert set(broken(audited)) == bytes_of_few_layers
-        assert audited.over_floor < 1.2
+        assert broken(audited) == []
 
 
 def test_a_device_reads_the_experts_that_are_taken_of_its_own():
