@@ -1,5 +1,5 @@
 """Mixtures of experts that are shared out whole over two devices, in all that can be done with several: what they
-answer, beside one device. Arguments: directories of models, whose files are loaded."""
+answer, beside one device. ``alone DIR ...`` or ``together``; the directories are of models whose files are loaded."""
 
 from __future__ import annotations
 
@@ -90,5 +90,8 @@ def of_files(model: str) -> list[bool]:
 
 
 if __name__ == "__main__":
-    answered = {"one": alone(1), "two": alone(2), "behind one queue": behind_one_queue(), "apart": apart()}
-    print(json.dumps(answered | {"files": {model: of_files(model) for model in sys.argv[1:]}}))
+    match sys.argv[1:]:
+        case "alone", *models:
+            print(json.dumps([alone(1), alone(2), *map(of_files, models)]))
+        case _:
+            print(json.dumps([behind_one_queue(), apart()]))
