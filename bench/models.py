@@ -11,8 +11,8 @@ from safetensors.flax import save_file
 
 from bench.audit_cases import MODELS
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
-from jaxcb.models.families import lookup, parameters
+from jaxcb.models.families import parameters
+from jaxcb.models.params import Params, lookup
 
 _SMALL = {
     "vocab_size": 512,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
+from jaxcb.models.params import Params
 from jaxcb.scheduler import StepPlan
 
 _REPEATS = 7

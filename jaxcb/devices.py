@@ -36,7 +36,7 @@ class Placement:
 
     devices: tuple[jax.Device, ...]
     witness: Callable[[tuple[Any, ...], Any], None] | None = None
-    """Shown the path and the whole of every parameter that is cut over the devices."""
+    """Shown the path and the whole of every parameter that goes to the devices, cut or not, where there are several."""
     expert_parallel: bool = False
 
     @property
@@ -48,6 +48,11 @@ class Placement:
         """This process's devices, and which of all they are."""
         here = jax.process_index()
         return [(index, device) for index, device in enumerate(self.devices) if device.process_index == here]
+
+    @property
+    def is_here(self) -> bool:
+        """All devices are this process's."""
+        return len(self.own) == self.size
 
     @functools.cached_property
     def mesh(self) -> Mesh:

@@ -10,8 +10,8 @@ from jaxcb.request import FinishReason
 
 
 class Member:
-    """Not thread-safe, but for :meth:`stats`. ``load``: answers that the engine has to do; ``num_moved``: that failed
-    with it and go on elsewhere."""
+    """Not thread-safe, but for :meth:`stats_by_engine`. ``load``: answers that the engine has to do; ``num_moved``:
+    that failed with it and go on elsewhere."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -25,12 +25,17 @@ class Member:
         engine = self.engine
         return engine.healthy and engine.accepting and not engine.paused and engine.stats().state == "ok"
 
-    def stats(self) -> EngineStats:
-        """The engine's; an answer that goes on elsewhere has not ended here."""
-        stats, error = self.engine.stats(), FinishReason.ERROR.value
-        if not self.num_moved:
-            return stats
-        return dataclasses.replace(stats, finished=stats.finished | {error: stats.finished[error] - self.num_moved})
+    def stats_by_engine(self, name: str) -> dict[str, EngineStats]:
+        """Of the engine, by the name that it is given, and of those that work for it alone or for all, by their own; an
+        answer that goes on elsewhere has not ended here."""
+        error, found = FinishReason.ERROR.value, {}
+        for own_name, stats in self.engine.stats_by_engine().items():
+            if stats.answers:
+                finished = stats.finished | {error: stats.finished[error] - self.num_moved}
+                found[name] = dataclasses.replace(stats, finished=finished)
+            else:
+                found[own_name] = stats
+        return found
 
     def has_room(self, entry: Entry) -> bool:
         """It would admit the request now, as far as can be told from outside: every answer finds a slot, and either

@@ -272,12 +272,11 @@ class Replicas(ServingEngine):
     # ------------------------------------------------------------------ what they are doing
 
     def stats_by_engine(self) -> dict[str, EngineStats]:
-        """Those that compute prompts for others go by names of their own."""
-        parts = {str(index): member.stats() for index, member in enumerate(self._members)}
-        for engine in self.engines:
-            own = engine.stats_by_engine()
-            parts |= {name: stats for name, stats in own.items() if name.startswith("prefill-")}
-        return parts
+        return {
+            name: stats
+            for index, member in enumerate(self._members)
+            for name, stats in member.stats_by_engine(str(index)).items()
+        }
 
     def stats(self) -> EngineStats:
         """Of all engines and of the queue before them."""
@@ -336,16 +335,22 @@ class Replicas(ServingEngine):
             self._beginnings.forget()
 
     def _on_all(self, call: Callable[[Engine], None]) -> None:
-        """On every engine that runs.
+        """On every engine that runs, with what works for it. One that has stopped, or stops meanwhile, keeps the others
+        from nothing.
 
         Raises:
-            EngineStoppedError: none does.
+            EngineStoppedError: none runs.
         """
-        running = [engine for engine in self.engines if engine.healthy]
-        if not running:
+        num_done = 0
+        for engine in self.engines:
+            if any(stats.healthy for stats in engine.stats_by_engine().values()):
+                try:
+                    call(engine)
+                    num_done += 1
+                except EngineStoppedError as error:
+                    logger.debug("an engine has stopped: %s", error)
+        if not num_done:
             raise EngineStoppedError("no engine is running")
-        for engine in running:
-            call(engine)
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:
         deadline_s = time.monotonic() + drain_s

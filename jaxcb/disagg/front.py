@@ -6,16 +6,17 @@ Clients talk to the decode engine: their streams are its own. A prompt goes to t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxcb.disagg import roles
 from jaxcb.engine import Engine, EngineStats, OutputStream, ServingEngine
 from jaxcb.engine.incoming import Source
-from jaxcb.errors import ConfigError
+from jaxcb.errors import ConfigError, EngineStoppedError
 from jaxcb.request import Request
 from jaxcb.scheduler import SchedulerLimits
 from jaxcb.structured_outputs import StructuredOutputs
@@ -133,7 +134,7 @@ class Disaggregated(ServingEngine):
         return self.decode.limits
 
     def stats_by_engine(self) -> dict[str, EngineStats]:
-        """Requests, prompts and tokens are counted where the answers are made."""
+        """Requests, prompts and tokens are counted where the answers are made; steps and pages where they are."""
         by_engine = {"decode": self.decode.stats()}
         for index, engine in enumerate(self.prefill):
             own = engine.stats()
@@ -145,6 +146,7 @@ class Disaggregated(ServingEngine):
                 prompt_tokens_cached=0,
                 generation_tokens=0,
                 finished=dict.fromkeys(own.finished, 0),
+                answers=False,
             )
         return by_engine
 
@@ -170,26 +172,25 @@ class Disaggregated(ServingEngine):
 
     # ------------------------------------------------------------------ control
 
-    @property
-    def _engines(self) -> tuple[Engine, ...]:
-        """Prompts first: what they compute anew is wanted by a decode engine that is as new, or wanted no more."""
-        return (*(engine for engine in self.prefill if engine.healthy), self.decode)
+    def _on_all(self, call: Callable[[Engine], None]) -> None:
+        """Prompts first: what they compute anew is wanted by a decode engine that is as new, or wanted no more. Of
+        engines that compute them, those that have stopped are done without."""
+        for engine in self.prefill:
+            with contextlib.suppress(EngineStoppedError):
+                call(engine)
+        call(self.decode)
 
     def pause(self) -> None:
-        for engine in self._engines:
-            engine.pause()
+        self._on_all(lambda engine: engine.pause())
 
     def resume(self) -> None:
-        for engine in self._engines:
-            engine.resume()
+        self._on_all(lambda engine: engine.resume())
 
     def sleep(self) -> None:
-        for engine in self._engines:
-            engine.sleep()
+        self._on_all(lambda engine: engine.sleep())
 
     def wake(self) -> None:
-        for engine in self._engines:
-            engine.wake()
+        self._on_all(lambda engine: engine.wake())
 
     def update_params(self, params: Any, *, running: Literal["keep", "restart"] = "restart") -> None:
         """As :meth:`ServingEngine.update_params`, of engines of this process. Of prompts that are being handed over
@@ -198,14 +199,11 @@ class Disaggregated(ServingEngine):
         Raises:
             ConfigError: an engine works with one in another process, which has the old weights.
         """
-        for engine in self._engines:
-            engine.handovers.check_update()  # before one has the new ones
-        for engine in self._engines:
-            engine.update_params(params, running=running)
+        self._on_all(lambda engine: engine.handovers.check_update())  # before one has the new ones
+        self._on_all(lambda engine: engine.update_params(params, running=running))
 
     def reset_prefix_cache(self) -> None:
-        for engine in self._engines:
-            engine.reset_prefix_cache()
+        self._on_all(lambda engine: engine.reset_prefix_cache())
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:
         self.decode.shutdown(drain_s=drain_s)  # until then somebody watches: prompts may still come back

@@ -9,20 +9,24 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
 from jaxcb.engine import Engine
+from jaxcb.step.program_store import source_digest
 
 PROTOCOL = 1
+_SAMPLES = 1024
 WORDS = {
     "jaxcb": "versions of jaxcb",
+    "jax": "versions of jax",
     "protocol": "versions of the protocol",
     "spec": "models (their shapes differ)",
     "devices": "numbers of devices (tensor_parallel_size)",
     "experts": "ways to share experts out (enable_expert_parallel)",
     "weights": "weights of the model",
     "page": "pages (shape and dtype)",
-    "settings": "settings (backend, deterministic, fast_norm, logprobs_mode, quantization)",
+    "settings": "settings (backend, deterministic, fast_norm, logprobs_mode, quantization, dtype)",
     "processors": "logits processors",
     "connector": "connectors",
 }
@@ -32,15 +36,16 @@ def identity_of(engine: Engine, connector: str) -> dict[str, str]:
     """Of an engine that runs."""
     config, rows = engine.config, engine.handovers.page_rows
     settings = (config.backend, config.deterministic, config.fast_norm, config.logprobs_mode, config.quantization)
+    # What the weights' layout hangs on comes before them: it is named then.
     return {
-        "jaxcb": installed_version(),
+        **versions(),
         "protocol": str(PROTOCOL),
         "spec": digest_of(repr(engine.spec)),
         "devices": str(engine.placement.size),
-        "experts": str(engine.placement.expert_parallel),
-        "weights": fingerprint(engine.params),
+        "experts": str(config.enable_expert_parallel),
+        "settings": ", ".join(map(str, (*settings, config.dtype))),
         "page": f"{'x'.join(map(str, rows.shape[1:]))} {rows.dtype}",
-        "settings": ", ".join(map(str, settings)),
+        "weights": fingerprint(engine.params),
         "processors": ", ".join(processor.apply.__qualname__ for processor in config.logits_processors),
         "connector": connector,
     }
@@ -55,17 +60,19 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, Any], words: Mappin
 
 
 def fingerprint(params: Any) -> str:
-    """Of a model's weights: a few numbers of each array, which training changes."""
+    """Of a model's weights: numbers of each array, which training changes."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        digest.update(corner_of(jax.tree_util.keystr(path), leaf))
+        digest.update(sample_of(jax.tree_util.keystr(path), leaf))
     return digest.hexdigest()[:16]
 
 
-def corner_of(name: str, array: Any) -> bytes:
-    """What a fingerprint knows of a parameter."""
-    corner = array[tuple(slice(0, 4) for _ in array.shape)]
-    return f"{name} {array.shape} {array.dtype}".encode() + np.asarray(corner).tobytes()
+def sample_of(name: str, array: Any) -> bytes:
+    """What a fingerprint knows of a parameter: numbers from its first to its last, so that of what is fused or lies
+    in one array (queries and keys, gate and up, experts, layers) there are some of each."""
+    places = np.linspace(0, array.size - 1, min(array.size, _SAMPLES)).astype(np.int64)
+    sample = array[np.unravel_index(places, array.shape)]
+    return f"{name} {array.shape} {array.dtype}".encode() + np.asarray(sample).tobytes()
 
 
 def digest_of(text: str) -> str:
@@ -80,6 +87,14 @@ def proof(secret: str, nonce: str) -> str:
 def is_proof(given: str, secret: str, nonce: str) -> bool:
     """It is the :func:`proof` of this secret."""
     return hmac.compare_digest(proof(secret, nonce).encode(), given.encode(errors="replace"))
+
+
+def versions() -> dict[str, str]:
+    """Of what computes, this source included: others may round differently."""
+    return {
+        "jaxcb": f"{installed_version()} ({source_digest()[:8]})",
+        "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}",
+    }
 
 
 def installed_version() -> str:

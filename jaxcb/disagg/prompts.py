@@ -98,9 +98,11 @@ class PromptDesk:
 
     def begin(self, request: Request, first_page: int | None, num_updates: int | None = None) -> None:
         """``num_updates``: as for :meth:`jaxcb.engine.handovers.Handovers.submit_prompt`."""
-        num_tokens = len(request.prompt_token_ids)
-        self._service.count(num_tokens)
-        self._orders.put(lambda: self._begin(request, first_page, num_updates))
+        with self._lock:
+            if self._closed:  # nobody would count it off again
+                return
+            self._service.count(len(request.prompt_token_ids))
+            self._orders.put(lambda: self._begin(request, first_page, num_updates))
 
     def grant(self, request_id: str, first_page: int) -> None:
         # Behind begin(), which takes a while where a grammar has to be compiled.

@@ -22,15 +22,13 @@ from jaxcb.disagg.connector import KVConnector, KVSender
 from jaxcb.disagg.fields import Fields
 from jaxcb.disagg.identity import difference, is_proof, proof
 from jaxcb.disagg.prompts import PromptDesk, PromptService
-from jaxcb.disagg.wire import Channel
+from jaxcb.disagg.wire import MAX_STRANGERS, Channel
 from jaxcb.engine.incoming import FirstToken
 from jaxcb.errors import ConfigError, JaxcbError, PeerError, RequestError
 from jaxcb.step.page_mover import PAGES_PER_MOVE
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64
-"""Connections that have not joined; one more is closed."""
 BEAT_S = 1.0
 RETRY_S = 0.1
 """Between two tries to accept a connection where that fails."""
@@ -196,8 +194,8 @@ class _Session:
         desk = self._service.open(self)
         stopped = threading.Event()
         beats = threading.Thread(target=self._beat, args=(stopped,), name="jaxcb-kv-beat", daemon=True)
-        beats.start()
         try:
+            beats.start()
             while True:
                 message, body = self.channel.receive()
                 if message.get("session") != self.name:
@@ -207,7 +205,8 @@ class _Session:
             stopped.set()
             self.channel.close()
             desk.close()
-            beats.join()
+            if beats.is_alive():
+                beats.join()
 
     def _order(self, desk: PromptDesk, message: Fields, body: bytes) -> None:
         """Raises PeerError if it is none."""
@@ -251,8 +250,11 @@ class _Session:
         self.channel.close()  # whoever receives sees it, and ends the session
 
     def _tell(self, kind: str, fields: dict[str, Any], body: bytes = b"") -> None:
-        with contextlib.suppress(PeerError):  # the channel is closed: as above
+        try:
             self.channel.send({"kind": kind, **fields}, body)
+        except PeerError as error:
+            logger.debug("%s to the decode engine at %s: %s", kind, self._where, error)
+            self.channel.close()  # as above: what it waits for never comes
 
 
 def check_secret(host: str, secret: str) -> None:

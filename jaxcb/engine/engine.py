@@ -40,8 +40,8 @@ from jaxcb.grammar import Grammar, GrammarCompiler
 from jaxcb.held_model import HeldModel
 from jaxcb.logits_processor import check_extra_args
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import check_divides
+from jaxcb.models.params import Params
 from jaxcb.request import FinishReason, Request
 from jaxcb.scheduler import SchedulerLimits
 from jaxcb.step.orders import NOBODY, Followers
@@ -168,8 +168,12 @@ class Engine(ServingEngine):
             model.sampling_defaults,
             devices=placement.devices,
         )
-        engine.compile(progress=progress)
-        engine.run()
+        try:
+            engine.compile(progress=progress)
+            engine.run()
+        except BaseException:
+            engine.shutdown()
+            raise
         return engine
 
     def compile(self, *, progress: bool = True) -> None:
@@ -355,6 +359,8 @@ class Engine(ServingEngine):
         if running not in ("keep", "restart"):
             raise ConfigError(f'running must be "keep" or "restart", got {running!r}', param="running")
         self.handovers.check_update()
+        with self._inbox.lock:
+            self._inbox.check_open()  # before anything is copied
         new = prepared(held_params(self.spec, params, self.placement), self.spec, self.config)
 
         def swap() -> None:
@@ -422,8 +428,10 @@ class Engine(ServingEngine):
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:
         self._inbox.stop(drain_s)
-        if self._thread.is_alive():
-            self._thread.join(None if self._inbox.error is None else _STUCK_S)
+        while self._thread.is_alive():
+            self._thread.join(_STUCK_S)
+            if self._inbox.error is not None:  # maybe since it was waited for
+                break
         self._text.put([TextEvent(key, None, FinishReason.ABORT) for key in self._inbox.open_keys()])
         self._inbox.refuse_calls("the engine is shutting down")
         self._text.close()

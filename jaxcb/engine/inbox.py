@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 from jaxcb.engine.stream import OutputStream
@@ -55,6 +56,21 @@ class Call:
     function: Callable[[], Any]
     result: Future[Any]
 
+    def run(self) -> None:
+        """On the engine's thread."""
+        try:
+            value = self.function()
+        except Exception as error:
+            self.fail(error)
+        else:
+            with contextlib.suppress(InvalidStateError):  # the engine has failed meanwhile
+                self.result.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        """Unless there is a result."""
+        with contextlib.suppress(InvalidStateError):
+            self.result.set_exception(error)
+
 
 @dataclasses.dataclass(frozen=True)
 class Post:
@@ -88,7 +104,9 @@ class Inbox:
         """When a step was last done, or work came to an idle engine."""
         self.finished: Counter[FinishReason] = Counter()
         # In the order of the calls, which matters when an id is used again.
-        self._items: list[Item] = []
+        self._items: deque[Item] = deque()
+        self._running: Call | None = None
+        """The engine's thread is at it."""
         # Inside the engine a request goes by a key of our own: a client may use its id again at once.
         self._keys: dict[str, list[str]] = {}
         self._ids: dict[str, str] = {}
@@ -189,10 +207,24 @@ class Inbox:
         """Until there is something to take or to do. The caller holds the lock."""
         self.lock.wait_for(lambda: self._items or self.stopping or self.error or (has_work() and not self.resting))
 
-    def take(self) -> list[Item]:
-        """All that came in. The caller holds the lock."""
-        items, self._items = self._items, []
-        return items
+    @property
+    def num_items(self) -> int:
+        """That came in and were not taken. The caller holds the lock."""
+        return len(self._items)
+
+    def take(self) -> Item:
+        """What came in first. The caller holds the lock, and lets it go before he runs a :class:`Call` or a
+        :class:`Post`: they may wait for devices, and nobody who asks how the engine does is to wait with them."""
+        item = self._items.popleft()
+        if isinstance(item, Call):
+            self._running = item
+        return item
+
+    def run(self, call: Call) -> None:
+        """One that was taken."""
+        call.run()
+        with self.lock:
+            self._running = None
 
     def open_keys(self) -> list[str]:
         """Of all open answers."""
@@ -207,11 +239,12 @@ class Inbox:
         self.refuse_calls(message)
 
     def refuse_calls(self, message: str) -> None:
-        """Those that came too late for the engine's thread."""
+        """Those that came too late for the engine's thread, and the one that it may be stuck in."""
         with self.lock:
-            calls = [item for item in self.take() if isinstance(item, Call)]
+            calls = [item for item in (self._running, *self._items) if isinstance(item, Call)]
+            self._items.clear()
         for call in calls:
-            call.result.set_exception(EngineStoppedError(message))
+            call.fail(EngineStoppedError(message))
 
     # ------------------------------------------------------------------ for the text thread
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jaxcb.engine.compile_guard import CompileGuard
 from jaxcb.engine.core import EngineCore
-from jaxcb.engine.inbox import Arrival, Call, Ending, Inbox, Item, Post
+from jaxcb.engine.inbox import Arrival, Call, Ending, Forks, Inbox, Item, Post
 from jaxcb.errors import RequestError
 from jaxcb.request import FinishReason
 from jaxcb.scheduler import TokenEvent
@@ -50,7 +50,7 @@ class StepLoop:
         ]
         self._text.put(ends)
 
-    def emit(self, events: list[TokenEvent]) -> None:
+    def emit(self, events: Sequence[TokenEvent]) -> None:
         """Send tokens and endings on to the text thread."""
         if events:
             self._text.put(
@@ -74,28 +74,34 @@ class StepLoop:
     def _take_inbox(self) -> bool:
         """Wait for work and move what came in to the scheduler. False when it is time to stop."""
         inbox = self._inbox
-        with inbox.lock:  # until all is taken: an id counts as waiting in one place or the other
+        with inbox.lock:
             inbox.wait(lambda: self._core.has_work)
-            items = inbox.take()
-            events = [event for item in items for event in self._take(item)]
-            stopping = inbox.stopping or inbox.error is not None
-        if items:
+            count = inbox.num_items
+        for _ in range(count):
+            with inbox.lock:
+                if inbox.error is not None:  # whoever failed it has emptied the inbox
+                    break
+                item = inbox.take()
+                if isinstance(item, Arrival | Forks):  # at once: an id counts as waiting in one place or the other
+                    self._add(item)
+            self.emit(self._run(item))
+        if count:
             self._core.something_came()
-        self.emit(events)
-        return not stopping
+        with inbox.lock:
+            return not inbox.stopping and inbox.error is None
 
-    def _take(self, item: Item) -> Sequence[TokenEvent]:
+    def _run(self, item: Item) -> Sequence[TokenEvent]:
         if isinstance(item, Ending):
             event = self._core.finish(item.key, item.reason)
             return [] if event is None else [event]
         if isinstance(item, Post):
             return item.function() or ()
         if isinstance(item, Call):
-            try:
-                item.result.set_result(item.function())
-            except Exception as error:
-                item.result.set_exception(error)
-            return ()
+            self._inbox.run(item)
+        return ()
+
+    def _add(self, item: Arrival | Forks) -> None:
+        """It waits for nothing; the caller holds the lock."""
         requests = item.choices if isinstance(item, Arrival) else [child for child, _ in item.children]
         try:
             if isinstance(item, Arrival):
@@ -110,7 +116,6 @@ class StepLoop:
             self._text.put(
                 [TextEvent(choice.request_id, None, FinishReason.ERROR, error=str(error)) for choice in requests]
             )
-        return ()
 
     def _end_replaced(self) -> None:
         """Their forks have been admitted, or had their chance."""

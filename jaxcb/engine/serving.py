@@ -94,8 +94,9 @@ class ServingEngine(abc.ABC):
         """A snapshot of gauges and totals of each engine, by the ``engine`` label that its metrics carry."""
 
     def stats(self) -> EngineStats:
-        """A snapshot of gauges and totals, of all together."""
-        return EngineStats.total(list(self.stats_by_engine().values()))
+        """A snapshot of gauges and totals, of all engines together that answer: what computes prompts for them neither
+        has room for a request nor keeps one waiting."""
+        return EngineStats.total([stats for stats in self.stats_by_engine().values() if stats.answers])
 
     @property
     def peers(self) -> dict[str, bool]:

@@ -16,8 +16,8 @@ from jaxcb.engine import gpu_memory
 from jaxcb.engine.gpu_memory import GPUMemory
 from jaxcb.errors import ConfigError
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import spec_of_part
+from jaxcb.models.params import Params
 from jaxcb.scheduler import Scheduler, SchedulerLimits
 from jaxcb.scheduler.replay import RecordingScheduler
 from jaxcb.sizing import (

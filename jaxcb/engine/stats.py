@@ -50,6 +50,8 @@ class EngineStats:
     """Since a step was last done although there is work; 0 while there is none, and in a pause."""
     healthy: bool = True
     """False once the step loop has failed or was shut down."""
+    answers: bool = True
+    """False where it only computes prompts for engines that do."""
 
     @property
     def state(self) -> State:

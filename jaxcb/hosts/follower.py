@@ -22,7 +22,7 @@ from jaxcb.engine.sizing import runner_of
 from jaxcb.errors import ConfigError, JaxcbError, PeerError
 from jaxcb.hosts.group import join
 from jaxcb.hosts.identity import WORDS, program_of
-from jaxcb.hosts.link import SILENCE_S, Link
+from jaxcb.hosts.link import LAST, SILENCE_S, Link
 from jaxcb.hosts.messages import unpack
 from jaxcb.hosts.prepared import prepare, sizes_of
 from jaxcb.step.runner import Runner
@@ -43,18 +43,21 @@ def follow(config: EngineConfig, *, progress: bool = True) -> None:
     """
     if config.node_rank == 0:
         raise ConfigError("node_rank 0 is the host that the others follow: call jaxcb.hosts.start", param="node_rank")
-    link = _joined(config)
+    link = _reached(config)
     try:
+        link.send("join", rank=config.node_rank, identity=program_of(config))
         coordinator = Fields(link.receive("welcome")[0]).text("coordinator")
-    except PeerError as error:
+    except BaseException as error:
         link.close()
-        raise ConfigError(str(error), param="nnodes") from error
+        if isinstance(error, PeerError):
+            raise ConfigError(str(error), param="nnodes") from error
+        raise
     link.read_ahead(_end)
     try:
         join(config, coordinator)
         runner = _ready(config, link, progress=progress)
         with CompileGuard().watch():
-            while (message := link.receive("order", "stop"))[0]["kind"] == "order":
+            while (message := link.receive("order", LAST))[0]["kind"] == "order":
                 runner.carry_out(unpack(*message))
         jax.distributed.shutdown()
     except PeerError as error:
@@ -69,8 +72,8 @@ def follow(config: EngineConfig, *, progress: bool = True) -> None:
     link.close()
 
 
-def _joined(config: EngineConfig) -> Link:
-    address, identity = address_of(config.dist_init_addr or "", "dist_init_addr"), program_of(config)
+def _reached(config: EngineConfig) -> Link:
+    address = address_of(config.dist_init_addr or "", "dist_init_addr")
     deadline_s = time.monotonic() + config.dist_timeout_s
     while True:
         left_s = deadline_s - time.monotonic()
@@ -85,9 +88,7 @@ def _joined(config: EngineConfig) -> Link:
                     param="dist_init_addr",
                 ) from error
             time.sleep(_RETRY_S)
-    link = Link(Channel(sock, SILENCE_S), "host 0")
-    link.send("join", rank=config.node_rank, identity=identity)
-    return link
+    return Link(Channel(sock, SILENCE_S), "host 0")
 
 
 def _ready(config: EngineConfig, link: Link, *, progress: bool) -> Runner:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import jax
-import jaxlib
-
 from jaxcb.config import EngineConfig
 from jaxcb.devices import Placement
-from jaxcb.disagg.identity import corner_of, digest_of, installed_version
+from jaxcb.disagg.identity import digest_of, sample_of, versions
 from jaxcb.models import ModelSpec
-from jaxcb.step.program_store import machine, source_digest
+from jaxcb.step.program_store import machine
 
 PROTOCOL = 1
 WORDS = {
@@ -33,8 +30,7 @@ WORDS = {
 def program_of(config: EngineConfig) -> dict[str, str]:
     """Before jax is started."""
     return {
-        "jaxcb": f"{installed_version()} ({source_digest()[:8]})",
-        "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}",
+        **versions(),
         "protocol": str(PROTOCOL),
         "nnodes": str(config.nnodes),
         "tensor_parallel_size": str(config.tensor_parallel_size),
@@ -49,19 +45,19 @@ def model_of(spec: ModelSpec, weights: Weights, resolved: EngineConfig, placemen
     return {
         "device": digest_of(machine()) if device.platform == "cpu" else device.device_kind,
         "spec": digest_of(repr(spec)),
-        "weights": weights.digest(),
         "settings": ", ".join(map(str, (*settings, *(each.apply.__qualname__ for each in resolved.logits_processors)))),
+        "weights": weights.digest(),  # which hangs on the dtype: that is named then
     }
 
 
 class Weights:
-    """A witness of parameters, as :class:`Placement` has one: a few numbers of each, which training changes."""
+    """A witness of parameters, as :class:`Placement` has one: numbers of each, which training changes."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def __call__(self, path: tuple[Any, ...], array: Any) -> None:
-        self._digest.update(corner_of(".".join(map(str, path)), array))
+        self._digest.update(sample_of(".".join(map(str, path)), array))
 
     def digest(self) -> str:
         return self._digest.hexdigest()[:16]

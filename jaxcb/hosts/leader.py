@@ -15,24 +15,31 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import jax
 
 from jaxcb.config import EngineConfig
 from jaxcb.disagg.fields import Fields
 from jaxcb.disagg.identity import difference
-from jaxcb.disagg.wire import Channel, address_of
+from jaxcb.disagg.wire import address_of
 from jaxcb.errors import ConfigError, EngineStoppedError, PeerError
 from jaxcb.hosts.group import free_port, join
 from jaxcb.hosts.identity import WORDS, program_of
-from jaxcb.hosts.link import SILENCE_S, Link
+from jaxcb.hosts.link import LAST, Link
 from jaxcb.hosts.messages import pack
+from jaxcb.hosts.strangers import Strangers
 from jaxcb.step.orders import Order
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _LAST_WORDS_S = 5.0
+"""For all hosts together to hear why this one ends."""
+_LOOK_S = 0.1
+"""Between two looks at what else may have happened while a host is waited for."""
 
 
 class Leader:
@@ -57,12 +64,35 @@ class Leader:
             self._gather(sock)
 
     def start_jax(self) -> None:
-        """Over all hosts."""
+        """Over all hosts.
+
+        Raises:
+            ConfigError: it can't be, or one of them is lost.
+        """
         coordinator = f"[{self._host}]" if ":" in self._host else self._host
         coordinator = f"{coordinator}:{free_port(self._host)}"
-        for link in self._links:
-            link.send("welcome", coordinator=coordinator)
-        join(self._config, coordinator)
+        self._send("welcome", coordinator=coordinator)
+        self.unless_lost(lambda: join(self._config, coordinator))
+
+    def unless_lost(self, function: Callable[[], T]) -> T:
+        """What a function returns in which jax may wait for the other hosts, for minutes.
+
+        Raises:
+            ConfigError: one of them is lost meanwhile; nobody waits for the function's thread any more.
+        """
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, name="jaxcb-host-start", daemon=True).start()
+        while not wait([result], _LOOK_S).done:
+            if self._lost is not None:
+                raise ConfigError(self._lost, param="nnodes")
+        return result.result()
 
     def agree(self, identity: dict[str, str], num_kv_pages: int) -> int:
         """When every host has loaded the same model: how many pages all have room for.
@@ -77,9 +107,8 @@ class Leader:
         return num_kv_pages
 
     def set_sizes(self, num_kv_pages: int, sizes: dict[str, str]) -> None:
-        """Tell them."""
-        for link in self._links:
-            link.send("sizes", num_kv_pages=num_kv_pages, sizes=sizes)
+        """Tell them. Raises ConfigError if one is lost."""
+        self._send("sizes", num_kv_pages=num_kv_pages, sizes=sizes)
 
     def wait_ready(self) -> None:
         """Raises ConfigError if one of the hosts could not make itself ready."""
@@ -107,7 +136,7 @@ class Leader:
             raise EngineStoppedError(str(error)) from error
 
     def close(self) -> None:
-        self._end("stop")
+        self._end(LAST)
         if self._lost is None:
             jax.distributed.shutdown()
 
@@ -119,7 +148,10 @@ class Leader:
         try:
             yield
         except BaseException as error:
-            self._end("failed", reason=str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            with self._lock:
+                self._lost = self._lost or reason  # they end, too
+            self._end("failed", reason=reason)
             raise
 
     def _end(self, kind: str, **fields: Any) -> None:
@@ -130,8 +162,9 @@ class Leader:
         for link in self._links:
             with contextlib.suppress(PeerError):
                 link.send(kind, **fields)
+        deadline_s = time.monotonic() + _LAST_WORDS_S
         for link in self._links:
-            link.join(_LAST_WORDS_S)
+            link.join(max(deadline_s - time.monotonic(), 0.0))
             link.close()
 
     def _gone(self, reason: str) -> None:
@@ -147,29 +180,33 @@ class Leader:
 
     def _gather(self, sock: socket.socket) -> None:
         deadline_s = time.monotonic() + self._config.dist_timeout_s
-        while len(self._ranks) < self._config.nnodes - 1:
-            sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
-            try:
-                connection, where = sock.accept()
-            except TimeoutError as error:
-                missing = ", ".join(str(rank) for rank in range(1, self._config.nnodes) if rank not in self._ranks)
-                raise ConfigError(
-                    f"of {self._config.nnodes} hosts, --node-rank {missing} did not come to "
-                    f"{self._config.dist_init_addr} within {self._config.dist_timeout_s:g} s: start the same command "
-                    "there, with that rank",
-                    param="nnodes",
-                ) from error
-            channel = Channel(connection, SILENCE_S)
-            try:
-                message = Fields(channel.receive(from_stranger=True)[0])
-                if (kind := message.text("kind")) != "join":
-                    raise PeerError(f"it said {kind!r} first")
-                rank, identity = message.integer("rank", 0, 2**31), message.part("identity")
-            except PeerError as error:
-                logger.warning("somebody at %s is no host of this engine: %s", where, error)
-                channel.close()
-                continue
-            self._joined(rank, identity, Link(channel, f"host {rank}"))
+        strangers = Strangers()
+        try:
+            while len(self._ranks) < self._config.nnodes - 1:
+                if self._lost is not None:
+                    raise ConfigError(self._lost, param="nnodes")
+                if (left_s := deadline_s - time.monotonic()) <= 0:
+                    raise self._too_late()
+                sock.settimeout(min(left_s, _LOOK_S))
+                try:
+                    strangers.hear(*sock.accept())
+                except TimeoutError:
+                    pass
+                except (OSError, RuntimeError) as error:  # of files, or of threads, there are too many
+                    logger.warning("a connection can't be accepted: %s", error)
+                    time.sleep(_LOOK_S)
+                if (comer := strangers.heard()) is not None:
+                    self._joined(comer.rank, comer.identity, Link(comer.channel, f"host {comer.rank}"))
+        finally:
+            strangers.close()
+
+    def _too_late(self) -> ConfigError:
+        missing = ", ".join(str(rank) for rank in range(1, self._config.nnodes) if rank not in self._ranks)
+        return ConfigError(
+            f"of {self._config.nnodes} hosts, --node-rank {missing} did not come to {self._config.dist_init_addr} "
+            f"within {self._config.dist_timeout_s:g} s: start the same command there, with that rank",
+            param="nnodes",
+        )
 
     def _joined(self, rank: int, identity: dict[str, Any], link: Link) -> None:
         self._links.append(link)  # first, so that it hears of its own refusal
@@ -182,6 +219,14 @@ class Leader:
                 param="node_rank",
             )
         self._ranks.add(rank)
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        """To all. Raises ConfigError if one is lost."""
+        try:
+            for link in self._links:
+                link.send(kind, **fields)
+        except PeerError as error:
+            raise ConfigError(self._lost or str(error), param="nnodes") from error
 
     def _received(self, link: Link, kind: str) -> Fields:
         try:

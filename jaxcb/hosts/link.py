@@ -13,6 +13,10 @@ from jaxcb.errors import PeerError
 BEAT_S = 1.0
 SILENCE_S = 10.0
 """A side that says nothing for so long is dead; one that is killed is known to be at once."""
+PIECE_BYTES = 8 << 20
+"""Most of a body that goes out at once: each piece is a sign of life too."""
+LAST = "stop"
+"""The message after which nothing is to come: that the other side closes then is no loss."""
 
 Message = tuple[dict[str, Any], bytes]
 
@@ -22,10 +26,12 @@ class Link:
 
     def __init__(self, channel: Channel, name: str):
         self.name, self._channel = name, channel
+        self._sending = threading.Lock()
         self._came: queue.SimpleQueue[Message | PeerError] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._reader: threading.Thread | None = None
-        threading.Thread(target=self._beat, name="jaxcb-host-beat", daemon=True).start()
+        self._beats = threading.Thread(target=self._beat, name="jaxcb-host-beat", daemon=True)
+        self._beats.start()
 
     def read_ahead(self, on_lost: Callable[[str], None]) -> None:
         """From now on messages are read as they come, on a thread that calls ``on_lost`` with the reason when there
@@ -34,8 +40,17 @@ class Link:
         self._reader.start()
 
     def send(self, kind: str, body: bytes = b"", **fields: Any) -> None:
-        """Raises PeerError where it can't be sent."""
-        self._channel.send({"kind": kind, **fields}, body)
+        """A message with a body of any size, which goes in as many pieces as it takes.
+
+        Raises:
+            PeerError: it can't be sent.
+        """
+        with self._sending:
+            start = 0
+            while len(body) - start > PIECE_BYTES:
+                self._channel.send({"kind": "piece"}, body[start : start + PIECE_BYTES])
+                start += PIECE_BYTES
+            self._channel.send({"kind": kind, **fields}, body[start:])
 
     def receive(self, *kinds: str) -> Message:
         """The next message, which must be of one of these kinds.
@@ -51,8 +66,12 @@ class Link:
         return item
 
     def close(self) -> None:
+        """Its threads have ended then, but the one that calls."""
         self._closed.set()
         self._channel.close()
+        for thread in (self._beats, self._reader):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
 
     def join(self, timeout_s: float) -> None:
         """Wait until the other side has closed it."""
@@ -60,7 +79,8 @@ class Link:
             self._reader.join(timeout_s)
 
     def _next(self) -> Message:
-        """The next message that says more than a sign of life."""
+        """The next message that says more than a sign of life, with all pieces of its body."""
+        pieces: list[bytes] = []
         while True:
             try:
                 message, body = self._channel.receive()
@@ -68,13 +88,18 @@ class Link:
                 raise PeerError(f"{self.name} is lost: {error}") from error
             if message.get("kind") == "failed":
                 raise PeerError(f"{self.name} gives up: {message.get('reason')}")
-            if message.get("kind") != "beat":
-                return message, body
+            if message.get("kind") == "piece":
+                pieces.append(body)
+            elif message.get("kind") != "beat":
+                return message, b"".join((*pieces, body))
 
     def _read(self, on_lost: Callable[[str], None]) -> None:
         try:
-            while True:
-                self._came.put(self._next())
+            kind = None
+            while kind != LAST:
+                message = self._next()
+                self._came.put(message)
+                kind = message[0].get("kind")
         except PeerError as error:
             self._came.put(error)
             if not self._closed.is_set():

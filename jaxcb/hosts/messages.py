@@ -1,10 +1,15 @@
-"""Orders as messages: a JSON part, and the bytes of all arrays one after the other."""
+"""Orders as messages: a JSON part, and the bytes of all arrays one after the other.
+
+What grows with the number of pages or with the vocabulary is an array there: the JSON part is small, whatever is
+ordered.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxcb.errors import PeerError
@@ -37,8 +42,9 @@ _KINDS["Tier"], _FIELDS["Tier"] = Tier, ("value",)
 def pack(order: Order) -> tuple[dict[str, Any], bytes]:
     arrays: list[np.ndarray] = []
     plain = _plain(order, arrays)
-    kinds = [[array.dtype.str, list(array.shape)] for array in arrays]
-    return {"order": plain, "arrays": kinds}, b"".join(array.tobytes() for array in arrays)
+    native = [array.astype(array.dtype.newbyteorder("="), copy=False) for array in arrays]
+    kinds = [[array.dtype.name, list(array.shape)] for array in native]  # bfloat16 has no other word for itself
+    return {"order": plain, "arrays": kinds}, b"".join(array.tobytes() for array in native)
 
 
 def unpack(message: dict[str, Any], body: bytes) -> Order:
@@ -46,7 +52,7 @@ def unpack(message: dict[str, Any], body: bytes) -> Order:
     try:
         arrays, start = [], 0
         for dtype, shape in message["arrays"]:
-            array = np.frombuffer(body, np.dtype(dtype), int(np.prod(shape, dtype=np.int64)), start)
+            array = np.frombuffer(body, jnp.dtype(dtype), int(np.prod(shape, dtype=np.int64)), start)
             arrays.append(array.reshape(shape))
             start += array.nbytes
         order = _made(message["order"], arrays)
@@ -58,13 +64,17 @@ def unpack(message: dict[str, Any], body: bytes) -> Order:
 
 
 def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Arrays as {"array": index}, orders and their parts as {"is": name, "fields": [...]}."""
+    """Arrays as {"array": index}, lists of pairs as {"pairs": index}, orders and their parts as {"is": name, "fields":
+    [...]}."""
     if isinstance(value, np.ndarray):
         arrays.append(value)
         return {"array": len(arrays) - 1}
     name = type(value).__name__
     if name in _KINDS:
         return {"is": name, "fields": [_plain(getattr(value, field), arrays) for field in _FIELDS[name]]}
+    if _are_pairs(value):
+        arrays.append(np.asarray(value, np.int64))
+        return {"pairs": len(arrays) - 1}
     if isinstance(value, list | tuple):
         return [_plain(each, arrays) for each in value]
     return value
@@ -77,4 +87,11 @@ def _made(value: Any, arrays: list[np.ndarray]) -> Any:
         return value
     if "array" in value:
         return arrays[value["array"]]
+    if "pairs" in value:
+        return [(first, second) for first, second in arrays[value["pairs"]].tolist()]
     return _KINDS[value["is"]](*[_made(each, arrays) for each in value["fields"]])
+
+
+def _are_pairs(value: Any) -> bool:
+    """Numbers of pages, of which a step may bring a million."""
+    return isinstance(value, list) and bool(value) and all(type(each) is tuple and len(each) == 2 for each in value)

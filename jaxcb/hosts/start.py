@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from jaxcb.config import EngineConfig
@@ -25,9 +26,9 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             param="node_rank",
         )
     leader = Leader(config)
-    with leader.saying_why():
+    with contextlib.ExitStack() as undo, leader.saying_why():
         leader.start_jax()
-        prepared = prepare(config, progress=progress)
+        prepared = leader.unless_lost(lambda: prepare(config, progress=progress))
         num_pages = leader.agree(prepared.identity, prepared.num_kv_pages)
         model = prepared.model
         engine = Engine(
@@ -40,9 +41,11 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             devices=prepared.placement.devices,
             followers=leader,
         )
+        undo.callback(engine.shutdown)
         leader.set_sizes(num_pages, sizes_of(engine.config))
         engine.compile(progress=progress)
         leader.wait_ready()
         leader.watch(engine.fail)
         engine.run()
+        undo.pop_all()
     return engine

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,30 +27,17 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from jaxcb.models.attend import KV, Attend, LayerIndex
 from jaxcb.models.experts import by_token, choose, expert_product, expert_scores, mixed, tokens_of
+from jaxcb.models.norm import rms_norm
 from jaxcb.models.parallel import ALONE, TensorParallel
+from jaxcb.models.params import Params
 from jaxcb.models.product import product
 from jaxcb.models.rope import rope_tables, rotate
 from jaxcb.models.spec import ModelSpec
 from jaxcb.models.tiles import InTiles, directly
 from pallas_kernels import group_rows
 from pallas_kernels.platform import platform
-
-Params = dict[str, Any]
-
-
-LayerIndex = int | Int[Array, ""]
-KV = Any
-"""What the caller's ``attend`` keeps keys and values in; the decoder only passes it from layer to layer."""
-
-
-@runtime_checkable
-class Attend(Protocol):
-    """Attention of one layer over ``kv``, into which it writes k and v first."""
-
-    def __call__(
-        self, layer: LayerIndex, kv: KV, q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
-    ) -> tuple[KV, Float[Array, "T H D"]]: ...
 
 
 class RMSNorm(nnx.Module):
@@ -61,12 +47,6 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:
         return rms_norm(x, self.scale[...], self.eps)
-
-
-def rms_norm(x: Float[Array, "*batch N"], scale: Float[Array, "N"], eps: float) -> Float[Array, "*batch N"]:
-    """Normalise in float32, answer in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -208,7 +188,7 @@ def _mix(
     if parts.router is None:
         gate, up = jnp.split(parts.gate_up(normed), 2, -1)
         return x + parallel.sum(parts.down(jax.nn.silu(gate) * up))
-    choice = choose(spec, parts.router(normed))
+    choice = parallel.agreed(choose(spec, parts.router(normed)))
     groups = group_rows(*parallel.own_experts(choice.experts, spec.num_experts))
     gate, up = jnp.split(parts.gate_up(normed, groups.starts, tokens_of(groups, choice)), 2, -1)
     rows = by_token(parts.down(jax.nn.silu(gate) * up, groups.starts), groups, choice)

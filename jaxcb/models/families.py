@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Iterator
-from typing import Any, Literal
+from typing import Literal
 
+from jaxcb.models.params import Path
 from jaxcb.models.spec import ModelSpec
-
-Path = tuple[str | int, ...]
-"""Keys that lead to a parameter in the nested dict, e.g. ("layers", 3, "qkv", "kernel")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,18 +116,3 @@ def _experts(spec: ModelSpec, path: Path, prefix: str, names: Container[str]) ->
             Source(f"{prefix}{block}experts.{expert}.{part}.weight", shape) for expert in range(count) for part in parts
         )
         yield Parameter((*path, name, "kernel"), "weight", sources, count)
-
-
-def insert(params: dict[Any, Any], path: Path, value: Any) -> None:
-    """Put ``value`` at ``path`` of the nested dict ``params``."""
-    for key in path[:-1]:
-        params = params.setdefault(key, {})
-    params[path[-1]] = value
-
-
-def lookup(params: dict[Any, Any], path: Path) -> Any:
-    """The value at ``path`` of the nested dict ``params``."""
-    value: Any = params
-    for key in path:
-        value = value[key]
-    return value

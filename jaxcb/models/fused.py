@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxcb.models.decoder import Params
 from jaxcb.models.experts import by_token, choose, expert_scores, mixed, tokens_of
 from jaxcb.models.parallel import ALONE, TensorParallel
+from jaxcb.models.params import Params
 from jaxcb.models.product import rounded_product
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec
@@ -162,7 +162,7 @@ class _Layer(NamedTuple):
 
     def _experts(self, layer: Mapping[str, Any], x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """Those that each token takes; padding takes none."""
-        choice = choose(self.spec, expert_scores(x, layer["router"]["kernel"]))
+        choice = self.parallel.agreed(choose(self.spec, expert_scores(x, layer["router"]["kernel"])))
         experts, num_experts = self.parallel.own_experts(choice.experts, self.spec.num_experts)
         groups = group_rows(jnp.where((self.places.pages > 0)[:, None], experts, num_experts), num_experts)
         tokens = tokens_of(groups, choice)

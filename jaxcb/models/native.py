@@ -17,13 +17,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxcb.models.experts import by_token, choose, mixed, tokens_of
+from jaxcb.models.params import Params
 from jaxcb.models.rope import rope_tables
 from jaxcb.models.spec import ModelSpec
 from jaxcb.models.tiles import InTiles, directly
 from pallas_kernels import group_rows, native
 from pallas_kernels.pages import KVPages
 
-Params = dict[str, Any]
 Product = Callable[..., Float[Array, "T O"]]
 MLP = Callable[[Float[Array, "T E"], Int[Array, ""]], Float[Array, "T E"]]
 """The stream and the number of a layer become the stream after its MLP."""

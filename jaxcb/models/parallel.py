@@ -16,7 +16,8 @@ A parameter that is cut has an axis of N before its own, and a device has one ro
     biases  as their kernels' outputs; those of o and down, which are added once, lie on the first device, 0 elsewhere
 
 Norms and routers are whole everywhere: every device knows the experts of every token, computes what it has of them, and
-the sum after ``down`` joins the experts too.
+the sum after ``down`` joins the experts too. Devices of several hosts run programs that each host has compiled for
+itself, and a last bit may choose another expert, or another token: they all take what the first device has chosen.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxcb.devices import AXIS, CUT, WHOLE
 from jaxcb.errors import ConfigError
+from jaxcb.models.experts import Choice
+from jaxcb.models.params import Params, Path
 from jaxcb.models.spec import ModelSpec
-
-Params = dict[str, Any]
-Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +45,14 @@ class TensorParallel:
 
     ``in_order``: sums are taken from the first device to the last, so that a row has the same bits in any company. (An
     all-reduce may begin elsewhere for each part of an array.) ``expert_parallel``: each has some of the experts.
+    ``apart``: some are other hosts', whose compiler may have chosen kernels that round differently.
     """
 
     size: int = 1
     vocab_size: int = 0
     in_order: bool = False
     expert_parallel: bool = False
+    apart: bool = False
 
     def sum(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """Over all devices."""
@@ -72,6 +74,19 @@ class TensorParallel:
     def logits(self, part: Float[Array, "S Vn"]) -> Float[Array, "S V"]:
         """Those of the whole vocabulary."""
         return part if self.size == 1 else lax.all_gather(part, AXIS, axis=1, tiled=True)[:, : self.vocab_size]
+
+    def agreed(self, choice: Choice) -> Choice:
+        """The first device's, where others might choose other experts for a token, and then add up parts of different
+        ones."""
+        if not self.apart:
+            return choice
+        bits = jnp.concatenate([lax.bitcast_convert_type(choice.weights, jnp.int32), choice.experts], axis=1)
+        weights, experts = jnp.split(self.first(bits), 2, axis=1)
+        return Choice(lax.bitcast_convert_type(weights, jnp.float32), experts)
+
+    def first(self, values: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """The first device's, where all should have the same and might not."""
+        return lax.psum(jnp.where(lax.axis_index(AXIS) == 0, values, 0), AXIS) if self.apart else values
 
     def own_experts(self, experts: Int[Array, "T k"], num_experts: int) -> tuple[Int[Array, "T k"], int]:
         """Their numbers on this device, and how many it has; those of other devices are out of range."""

@@ -60,8 +60,9 @@ async def health(request: Request) -> Response:
     engine = _service(request).engine
     if not engine.healthy:
         return error_response(stopped())
-    states: dict[str, str] = {name: stats.state for name, stats in engine.stats_by_engine().items()}
-    if all(state != "ok" for name, state in states.items() if not name.startswith("prefill-")):
+    parts = engine.stats_by_engine()
+    states: dict[str, str] = {name: stats.state for name, stats in parts.items()}
+    if not any(stats.answers and stats.state == "ok" for stats in parts.values()):
         stalled_s = engine.stats().stalled_s
         message = f"There is work, and no step was done for {stalled_s:.0f} seconds."
         return error_response(ApiError(503, message, code="engine_stalled"))

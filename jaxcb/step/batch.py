@@ -71,6 +71,10 @@ class Packed(NamedTuple):
     """Block-table changes (flat index, page) that found no room in it, to be uploaded before it."""
     sampling_slots: Int[np.ndarray, "n"]
     """Of the rows that sample."""
+    tokens_until_free: int
+    """After so many more tokens of every row, one that lacks ``min_tokens`` now may end."""
+    num_changes: int
+    """Block-table changes in the upload."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,36 +112,66 @@ class StepLayout:
         """Build the upload of a plan. ``owners`` knows those who entered with it."""
         upload = self._blank.copy()
         parts = [upload[part] for part in self._forward_parts]
-        token_ids, positions, token_rows, starts, contexts, slots, change_index, change_page = parts
-        others, chunks, count, used = plan.others, plan.chunks, plan.num_rows, plan.num_tokens
+        token_ids, positions, token_rows, starts, contexts, slots, _, _ = parts
+        count, used = plan.num_rows, plan.num_tokens
         starts[count + 1 :] = used
         token_ids[:used] = IN_FLIGHT
-        if others or chunks:
-            samples = _pack_rows(plan, parts)
-        else:  # a token a row, all of which the device has
-            samples = None
+        sampling: slice | np.ndarray
+        if goes_on(plan):
+            sampling = slice(count)
             starts[1 : count + 1] = self._ordinals[1 : count + 1]
             token_rows[:count] = self._ordinals[:count]
             positions[:count] = plan.starts
             contexts[:count] = positions[:count] + 1
             slots[:count] = plan.slots
+        else:
+            sampling = np.flatnonzero(_pack_rows(plan, parts))
+        num_changes, overflow = self._pack_changes(plan, upload)
+        table = self._sampling_table(upload)
+        sampling_slots, sampling_contexts = slots[sampling], contexts[sampling]
+        table[sampling, 0], table[sampling, 1] = sampling_slots, sampling_contexts
+        table[sampling, 2:_COLUMNS] = owners.draws[sampling_slots]
+        held_back, tokens_until_free = owners.held_back(sampling_slots, sampling_contexts)
+        for index in held_back:
+            ids = owners.end_ids[sampling_slots[index]]
+            table[index if isinstance(sampling, slice) else sampling[index], _COLUMNS : _COLUMNS + len(ids)] = ids
+        return Packed(upload, overflow, sampling_slots, tokens_until_free, num_changes)
 
+    def pack_next(self, last: Packed, plan: StepPlan, one_further: Int[np.ndarray, "size"]) -> Packed:
+        """:meth:`pack` of the step after ``last``, where both have the same rows and go on (:func:`goes_on`), and no
+        row gets free to end. ``one_further``: :meth:`one_further` of so many rows."""
+        upload = last.upload + one_further
+        if last.num_changes:
+            *_, index_part, page_part = self._forward_parts
+            upload[index_part][: last.num_changes] = self.num_slots * self.table_width
+            upload[page_part][: last.num_changes] = 0
+        num_changes, overflow = self._pack_changes(plan, upload)
+        return Packed(upload, overflow, last.sampling_slots, last.tokens_until_free - 1, num_changes)
+
+    def one_further(self, num_rows: int) -> Int[np.ndarray, "size"]:
+        """What a token more of each row adds to an upload."""
+        more = np.zeros(self.size, np.int32)
+        _, positions, _, _, contexts, *_ = self._forward_parts
+        more[positions][:num_rows] = more[contexts][:num_rows] = self._sampling_table(more)[:num_rows, 1] = 1
+        return more
+
+    def _pack_changes(self, plan: StepPlan, upload: Int[np.ndarray, "size"]) -> tuple[int, list[tuple[int, int]]]:
+        """Block-table changes into an upload that has none: how many, and those that found no room."""
+        if not plan.others and not plan.chunks:
+            return 0, []
         changes = [
             (row.slot * self.table_width + row.first_new_page + i, page)
-            for row in (*others.values(), *chunks)
+            for row in (*plan.others.values(), *plan.chunks)
             for i, page in enumerate(row.new_pages)
         ]
         kept, overflow = changes[: self.num_changes], changes[self.num_changes :]
         if kept:
-            change_index[: len(kept)], change_page[: len(kept)] = np.asarray(kept, np.int32).T
-        sampling = self._ordinals[:count] if samples is None else np.flatnonzero(samples)
-        table = upload[self.sample_start :].reshape(self.bucket.num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
-        sampling_slots, sampling_contexts = slots[sampling], contexts[sampling]
-        table[sampling, 0], table[sampling, 1] = sampling_slots, sampling_contexts
-        table[sampling, 2:_COLUMNS] = owners.draws[sampling_slots]
-        for index, ids in owners.forbidden(sampling_slots, sampling_contexts):
-            table[sampling[index], _COLUMNS : _COLUMNS + len(ids)] = ids
-        return Packed(upload, overflow, sampling_slots)
+            *_, index_part, page_part = self._forward_parts
+            upload[index_part][: len(kept)], upload[page_part][: len(kept)] = np.asarray(kept, np.int32).T
+        return len(kept), overflow
+
+    def _sampling_table(self, upload: Int[np.ndarray, "size"]) -> Int[np.ndarray, "S columns"]:
+        return upload[self.sample_start :].reshape(self.bucket.num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
 
     @functools.cached_property
     def _ordinals(self) -> np.ndarray:
@@ -151,7 +185,7 @@ class StepLayout:
         token_rows[:] = self.bucket.num_seqs - 1
         slots[:] = self.num_slots
         change_index[:] = self.num_slots * self.table_width
-        table = upload[self.sample_start :].reshape(self.bucket.num_seqs, _COLUMNS + MAX_FORBIDDEN_IDS)
+        table = self._sampling_table(upload)
         table[:, 0] = self.num_slots
         table[:, 3] = _ONE  # top_p
         table[:, _COLUMNS:] = -1
@@ -168,6 +202,13 @@ def sample_size(num_seqs: int) -> int:
     """int32 values of the sampler's part of an upload: rows of [sample_slot, position, temperature, top_p, min_p,
     top_k, seed low, seed high, forbidden ids...]."""
     return num_seqs * (_COLUMNS + MAX_FORBIDDEN_IDS)
+
+
+def goes_on(plan: StepPlan) -> bool:
+    """Whether every row has one token, which the device has sampled, and samples the next: none is a newcomer's."""
+    return plan.decode_only and all(
+        row.samples and len(row.token_ids) == 1 and row.token_ids[0] == IN_FLIGHT for row in plan.others.values()
+    )
 
 
 def _pack_rows(plan: StepPlan, parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -13,6 +13,7 @@ from jaxcb.scheduler import PlanRow, Sequence
 DRAW_COLUMNS = 6
 """[temperature, top_p, min_p, top_k, seed low, seed high], floats as their bits."""
 _MAX_INT32 = 2**31 - 1
+_NEVER = _MAX_INT32
 
 
 class SlotOwners:
@@ -26,7 +27,8 @@ class SlotOwners:
         self.asks_all = np.zeros(num_slots, bool)
         self._free_after = np.zeros(num_slots, np.int32)
         """The context length from which on its end tokens may be sampled."""
-        self._end_ids: dict[int, list[int]] = {}
+        self.end_ids: dict[int, list[int]] = {}
+        """By slot, of owners that are to have ``min_tokens``."""
 
     def enter(self, rows: Iterable[PlanRow]) -> None:
         """Their sequences own their slots from now on."""
@@ -38,16 +40,18 @@ class SlotOwners:
             self.asks_top[slot] = sampling.logprobs is not None and sampling.logprobs >= 0
             self.asks_all[slot] = sampling.logprobs is not None and sampling.logprobs < 0
             self._free_after[slot] = _free_after(sequence)
-            self._end_ids.pop(slot, None)
+            self.end_ids.pop(slot, None)
             if sampling.min_tokens:
-                self._end_ids[slot] = sorted(sequence.end_ids)
+                self.end_ids[slot] = sorted(sequence.end_ids)
 
-    def forbidden(self, slots: np.ndarray, context_lens: np.ndarray) -> list[tuple[int, list[int]]]:
-        """(index, ids) of the rows that may not sample their end tokens yet, for lack of ``min_tokens``."""
-        if not self._end_ids:
-            return []
-        held_back = np.flatnonzero(context_lens < self._free_after[slots]).tolist()
-        return [(index, self._end_ids[slots[index]]) for index in held_back]
+    def held_back(self, slots: np.ndarray, context_lens: np.ndarray) -> tuple[list[int], int]:
+        """Indices of the rows that may not sample their ``end_ids`` yet, for lack of ``min_tokens``, and after how many
+        more tokens of every row the first of them may."""
+        if not self.end_ids:
+            return [], _NEVER
+        missing = self._free_after[slots] - context_lens
+        held = np.flatnonzero(missing > 0).tolist()
+        return held, int(missing[held].min(initial=_NEVER))
 
     def tier_of(self, slots: np.ndarray) -> Tier:
         """The cheapest tier that honours every owner."""

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxcb import models
 from jaxcb.logits_processor import LogitsProcessor
-from jaxcb.models import ModelSpec, apply_head, apply_layers
+from jaxcb.models import ModelSpec
 from jaxcb.models import fused as fused_models
 from jaxcb.models import native as native_models
-from jaxcb.models.decoder import LayerIndex, Params, rms_norm
+from jaxcb.models.attend import LayerIndex
+from jaxcb.models.norm import rms_norm
 from jaxcb.models.parallel import ALONE, TensorParallel
+from jaxcb.models.params import Params
 from jaxcb.models.tiles import CPU_ROWS, GPU_ROWS, SAMPLER_ROWS, InTiles, directly, tiles_of
 from jaxcb.sampling import Controls, Draws, Tier, sample
 from jaxcb.sampling.controls import keep_allowed
@@ -131,7 +134,7 @@ class StepProgram:
             branches = [functools.partial(kind, layer=layer) for kind in kinds]
             return kv, lax.switch(jnp.asarray(kind_of_layer)[layer], branches, q, kv)
 
-        hidden, flat_pages = apply_layers(
+        hidden, flat_pages = models.apply_layers(
             spec, params, token_ids, batch.positions, flat_pages, attend, in_tiles, self.parallel
         )
         return hidden, like(kv, flat_pages)
@@ -184,6 +187,7 @@ def sample_step(
     keep_logits: bool,
     deterministic: bool = False,
     processors: Sequence[LogitsProcessor] = (),
+    parallel: TensorParallel = ALONE,
 ) -> SampleResult:
     """Sample every row and leave its token in its slot, where the next step finds it."""
     slots, draws = unpack_sampling(part, logits.shape[0])
@@ -195,6 +199,7 @@ def sample_step(
         num_rows = jnp.max(jnp.where(samples, jnp.arange(1, slots.shape[0] + 1, dtype=jnp.int32), 0))
         in_tiles = tiles_of(SAMPLER_ROWS, num_rows)
     token_ids, drawn_from = in_tiles(functools.partial(_sample, processors, tier), logits, draws, controls, own)
+    token_ids = parallel.first(token_ids)
     written = jnp.maximum(token_ids, 0)  # where there is none the sequence ends, and nobody reads it
     if tier is Tier.FULL:
         history = state.controls.history.at[slots, draws.positions].set(written, mode="drop")
@@ -297,7 +302,7 @@ def head_logits(
     """Logits; of the first ``num_rows`` rows at least."""
     if backend == "native":
         return native_models.apply_head(spec, params, hidden, num_rows)
-    return apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic), parallel)
+    return models.apply_head(spec, params, hidden, row_tiles(num_rows, deterministic=deterministic), parallel)
 
 
 def compiler_options(*, deterministic: bool, num_devices: int = 1) -> dict[str, bool | str] | None:

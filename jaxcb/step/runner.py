@@ -24,8 +24,8 @@ from jaxcb.devices import PAGES, WHOLE, Placement, placement_of
 from jaxcb.errors import ModelError
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import TensorParallel, partitions, spec_of_part
+from jaxcb.models.params import Params
 from jaxcb.paging import PageMoves
 from jaxcb.scheduler import StepPlan
 from jaxcb.step.batch import CHANGES_PER_UPLOAD, SlotState, StepLayout, apply_changes
@@ -44,6 +44,7 @@ from jaxcb.step.orders import (
     SampleOrder,
 )
 from jaxcb.step.owners import SlotOwners
+from jaxcb.step.packer import Packer
 from jaxcb.step.page_mover import PageMover
 from jaxcb.step.program import ForwardResult, StepProgram, compiler_options
 from jaxcb.step.program_store import ProgramStore
@@ -107,14 +108,18 @@ class Runner:
         experts = placement.expert_parallel
         self._part = spec_of_part(spec, placement.size, expert_parallel=experts)
         self._parallel = TensorParallel(
-            placement.size, spec.vocab_size, in_order=deterministic, expert_parallel=experts
+            placement.size,
+            spec.vocab_size,
+            in_order=deterministic,
+            expert_parallel=experts,
+            apart=not placement.is_here,
         )
         self._deterministic, self._fast_norm = deterministic, fast_norm
         self.spec, self.params, self.buckets, self.shape, self.backend = spec, params, buckets, shape, backend
         self._layouts = {bucket: StepLayout(bucket, shape.table_width, shape.num_slots) for bucket in buckets}
+        self._packer = Packer(self._layouts, SlotOwners(shape.num_slots + 1))
         controls = ControlLayout(spec.vocab_size, shape.max_model_len)
         self._leaves, self._tree = jax.tree.flatten(params)  # once: a step's call would do it again each time
-        self._owners = SlotOwners(shape.num_slots + 1)
         self._state = SlotState.at_rest(shape.num_slots, shape.table_width, controls, processors, placement.whole)
         dtype = params["embed"]["embedding"].dtype
         kv = pool_of(kv_shape(self._part, shape, placement.size), kv_dtype(dtype, backend), int8=shape.int8_kv)
@@ -164,13 +169,11 @@ class Runner:
         bucket = self.buckets.choose(plan.num_tokens, plan.decode_only)
         launched_s = time.perf_counter()
         newcomers = [row for row in (*plan.others.values(), *plan.chunks) if row.new_pages and not row.first_new_page]
-        self._owners.enter(newcomers)
-        upload, overflow, sampling_slots = self._layouts[bucket].pack(plan, self._owners)
+        packed, wanted = self._packer.pack(plan, bucket, newcomers)
         controls, processors = self._samplers.controls_of(newcomers), self._samplers.processors_of(newcomers)
-        order = ForwardOrder(bucket, plan.moves, overflow, controls, processors, upload)
+        order = ForwardOrder(bucket, plan.moves, packed.overflow, controls, processors, packed.upload)
         self._followers.tell(order)
         self._run_forward(order)
-        wanted = Wanted(self._owners.tier_of(sampling_slots), self._owners.asked_logprobs(sampling_slots))
         return Forwarded(plan, bucket, wanted, launched_s)
 
     def sample(self, step: Forwarded, masks: RowMasks | None = None) -> InFlight:

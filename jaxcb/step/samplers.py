@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from jaxcb.devices import WHOLE, Placement, placement_of
 from jaxcb.logits_processor import LogitsProcessor
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
 from jaxcb.models.parallel import ALONE, TensorParallel, partitions
+from jaxcb.models.params import Params
 from jaxcb.sampling import Tier
 from jaxcb.sampling.logprobs import RowLogprobs
 from jaxcb.scheduler import PlanRow
@@ -105,6 +105,7 @@ class Samplers:
                     keep_logits=self._processed,
                     deterministic=fixed,
                     processors=self._processors,
+                    parallel=self._parallel,
                 )
                 program = jax.jit(spread(step), donate_argnums=0, compiler_options=options)
                 needed = self._needed(state, tier)

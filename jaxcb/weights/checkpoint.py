@@ -17,6 +17,7 @@ from jaxcb.devices import Placement, placement_of
 from jaxcb.errors import ModelError
 from jaxcb.models import families
 from jaxcb.models.parallel import check_divides
+from jaxcb.models.params import insert, lookup
 from jaxcb.models.spec import ModelSpec
 from jaxcb.weights import hf_files
 from jaxcb.weights.placed import placed
@@ -45,7 +46,7 @@ def save_safetensors(
 
     def arrays() -> Iterator[np.ndarray]:
         for parameter in families.parameters(spec):
-            array = np.asarray(families.lookup(params, parameter.path)).reshape(-1, *parameter.sources[0].shape[1:])
+            array = np.asarray(lookup(params, parameter.path)).reshape(-1, *parameter.sources[0].shape[1:])
             start = 0
             for source in parameter.sources:
                 end = start + source.shape[0]
@@ -73,7 +74,7 @@ def restore(directory: Path, spec: ModelSpec, dtype: jnp.dtype, placement: Place
     expected: dict[str, Any] = {}
     for parameter in families.parameters(spec):
         kind = jnp.float32 if parameter.kind == "scale" else dtype
-        families.insert(expected, parameter.path, jax.ShapeDtypeStruct(parameter.shape, kind, sharding=sharding))
+        insert(expected, parameter.path, jax.ShapeDtypeStruct(parameter.shape, kind, sharding=sharding))
     try:
         stored = ocp.metadata(path).metadata
     except Exception as error:  # orbax and tensorstore raise many kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,17 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from flax import nnx
 
 from jaxcb.devices import Placement
 from jaxcb.errors import ModelError
 from jaxcb.models import families
+from jaxcb.models.params import Params, insert
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text import Tokenizer
 from jaxcb.weights.placed import placer
 
-Params = dict[str, Any]
-Path = tuple[str, ...]
+_Keys = tuple[str, ...]
 _WEIGHT_NAMES = ("kernel", "weight", "embedding", "scale")
 
 
@@ -36,7 +36,8 @@ def held_params(spec: ModelSpec, params: Any, placement: Placement | None = None
     """
     if not isinstance(spec, ModelSpec):
         raise ModelError(f"a held model needs a ModelSpec, got {type(spec).__name__}")
-    if isinstance(params, nnx.Module):
+    nnx = sys.modules.get("flax.nnx")  # whoever has such a model has imported it; it takes a second
+    if nnx is not None and isinstance(params, nnx.Module):
         params = nnx.to_pure_dict(nnx.state(params, nnx.Param))
     if not isinstance(params, Mapping):
         raise ModelError(f"params must be a nested dict or an nnx model, got {type(params).__name__}")
@@ -54,11 +55,13 @@ def held_params(spec: ModelSpec, params: Any, placement: Placement | None = None
     place = placer(spec, placement)
     for path, parameter in wanted.items():
         array = arrays[path].astype(jnp.float32) if parameter.kind == "scale" else arrays[path]
-        families.insert(result, parameter.path, place(parameter.path, array))
+        insert(result, parameter.path, place(parameter.path, array))
     return result
 
 
-def _by_path(flat: Mapping[Path, Any], wanted: Mapping[Path, families.Parameter]) -> tuple[dict[Path, Any], list[str]]:
+def _by_path(
+    flat: Mapping[_Keys, Any], wanted: Mapping[_Keys, families.Parameter]
+) -> tuple[dict[_Keys, Any], list[str]]:
     """Arrays in the decoder's own layout, and the names of those that are left."""
     arrays = {}
     for path, parameter in wanted.items():
@@ -69,10 +72,12 @@ def _by_path(flat: Mapping[Path, Any], wanted: Mapping[Path, families.Parameter]
     return arrays, [".".join(path) for path in flat if path not in wanted]
 
 
-def _by_name(flat: Mapping[Path, Any], wanted: Mapping[Path, families.Parameter]) -> tuple[dict[Path, Any], list[str]]:
+def _by_name(
+    flat: Mapping[_Keys, Any], wanted: Mapping[_Keys, families.Parameter]
+) -> tuple[dict[_Keys, Any], list[str]]:
     """The same of arrays under the names of a checkpoint."""
     by_name = {_plain_name(path): (path, value) for path, value in flat.items()}
-    arrays: dict[Path, Any] = {}
+    arrays: dict[_Keys, Any] = {}
     left = by_name.keys() - {_short(source.name) for parameter in wanted.values() for source in parameter.sources}
     for path, parameter in wanted.items():
         parts = [_found(by_name, source) for source in parameter.sources]
@@ -80,7 +85,7 @@ def _by_name(flat: Mapping[Path, Any], wanted: Mapping[Path, families.Parameter]
     return arrays, list(left)
 
 
-def _leaves(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+def _leaves(tree: Any, path: _Keys = ()) -> list[tuple[_Keys, Any]]:
     if isinstance(tree, Mapping):
         return [leaf for key, value in tree.items() for leaf in _leaves(value, (*path, str(key)))]
     if isinstance(tree, list | tuple):
@@ -88,7 +93,7 @@ def _leaves(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     return [(path, tree)]
 
 
-def _plain_name(path: Path) -> str:
+def _plain_name(path: _Keys) -> str:
     """As in a checkpoint, without the "model." that some put before everything."""
     *parents, last = path
     return _short(".".join([*parents, "weight" if last in _WEIGHT_NAMES else last]))
@@ -98,7 +103,7 @@ def _short(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _found(by_name: Mapping[str, tuple[Path, Any]], source: families.Source) -> Any:
+def _found(by_name: Mapping[str, tuple[_Keys, Any]], source: families.Source) -> Any:
     """Linear layers of flax keep their kernels [in, out], checkpoints [out, in]."""
     name = _short(source.name)
     if name not in by_name:

@@ -17,15 +17,16 @@ from tqdm import tqdm
 from jaxcb import native
 from jaxcb.config import EngineConfig
 from jaxcb.devices import Placement
-from jaxcb.errors import ModelError
+from jaxcb.errors import ConfigError, ModelError
 from jaxcb.held_model import HeldModel
 from jaxcb.models import families
 from jaxcb.models.fused import fold_norms
+from jaxcb.models.params import Params, insert
 from jaxcb.models.spec import ModelSpec
 from jaxcb.text.tokenizer import Tokenizer
 from jaxcb.weights.held import held_params, no_tokenizer
 from jaxcb.weights.memory import Arena
-from jaxcb.weights.panels import Panels, in_panels
+from jaxcb.weights.panels import Panels, are_panels, in_panels
 from jaxcb.weights.placed import placer
 from jaxcb.weights.quantize import quantize
 from jaxcb.weights.resolve import ModelFiles, resolve
@@ -33,8 +34,6 @@ from jaxcb.weights.safetensors_source import SafetensorsSource
 
 logger = logging.getLogger(__name__)
 
-Params = dict[str, Any]
-"""Nested dict of arrays (layout: jaxcb/models/decoder.py)."""
 Layout = Literal["rows", "rows apart", "panels"]
 Room = Callable[[tuple[int, ...]], np.ndarray]
 """Gives an array of a shape, to fill."""
@@ -92,13 +91,34 @@ def _held(model: HeldModel, config: EngineConfig, placement: Placement | None) -
 
 
 def prepared(params: Params, spec: ModelSpec, config: EngineConfig) -> Params:
-    """Parameters in the form that the engine computes with; those that have it already stay as they are."""
+    """Parameters in the form that the engine computes with; those that have it already stay as they are.
+
+    Raises:
+        ConfigError: they are in the form that the native CPU kernels compute with, and the engine takes another.
+    """
     dtype = params["embed"]["embedding"].dtype
+    multiplies_panels = _multiplies_panels(config, spec, dtype)
+    if are_panels(params):
+        _check_panels(params, config, multiplies_panels)
+        return params
     if config.quantization is not None:
         params = quantize(params)
     if config.fast_norm:
         params = fold_norms(params)
-    return in_panels(params) if _multiplies_panels(config, spec, dtype) else params
+    return in_panels(params) if multiplies_panels else params
+
+
+def _check_panels(params: Params, config: EngineConfig, multiplies_panels: bool) -> None:
+    """Raise ConfigError where parameters in panels can't be computed with as they are: rows are what they come from."""
+    param = None if multiplies_panels else "backend"
+    if config.quantization is not None and "scale" not in params["layers"]["qkv"]:
+        param = "quantization"
+    if param is not None:
+        raise ConfigError(
+            f"the weights are in panels for the native CPU kernels, and {param} {getattr(config, param)!r} takes them "
+            "as they were before",
+            param=param,
+        )
 
 
 def _multiplies_panels(config: EngineConfig, spec: ModelSpec, dtype: jnp.dtype) -> bool:
@@ -165,7 +185,7 @@ def load_params(
             room = Arena([parameter.shape for parameter in parameters if parameter.kind == "weight"], dtype).take
         params = {}
         for parameter in shown:
-            families.insert(params, parameter.path, place(parameter.path, _assemble(parameter, source, room)))
+            insert(params, parameter.path, place(parameter.path, _assemble(parameter, source, room)))
     if unused := sorted(source.names - {tensor.name for parameter in parameters for tensor in parameter.sources}):
         logger.debug("%s: %d tensors are not used: %s", files.directory, len(unused), ", ".join(unused[:8]))
     return params

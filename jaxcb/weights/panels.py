@@ -12,15 +12,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Sharding
 
 from jaxcb.errors import ModelError
+from jaxcb.models.params import Params, Path, flatten, insert
 from jaxcb.weights.memory import Arena
 from pallas_kernels.native import panel_shape, to_panels
 
-Params = dict[str, Any]
-Path = tuple[Any, ...]
+
+def are_panels(params: Params) -> bool:
+    """They are in panels already: all layers of a part in one array, so that no layer has a number."""
+    return 0 not in params["layers"]
 
 
 def in_panels(params: Params) -> Params:
@@ -31,9 +33,9 @@ def in_panels(params: Params) -> Params:
     Raises:
         ModelError: layers have kernels of several dtypes.
     """
-    if 0 not in params["layers"]:
+    if are_panels(params):
         return params
-    rows = flatten_dict(params)
+    rows = dict(flatten(params))
     panels = Panels({path: (array.shape, array.dtype) for path, array in rows.items()})
     for path, array in rows.items():
         panels.put(path, array)
@@ -92,12 +94,10 @@ class Panels:
 
     def params(self, sharding: Sharding | None = None) -> Params:
         """The model, once everything is there. ``sharding``: of arrays that are not jax's yet."""
-        return unflatten_dict(
-            {
-                path: array if isinstance(array, jax.Array) else jax.device_put(array, sharding)
-                for path, array in self._flat.items()
-            }
-        )
+        params: Params = {}
+        for path, array in self._flat.items():
+            insert(params, path, array if isinstance(array, jax.Array) else jax.device_put(array, sharding))
+        return params
 
     def _room_of(self, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the array that a parameter goes into; layers share one."""

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array
 
 from jaxcb.devices import CUT, Placement, on_device
 from jaxcb.errors import ConfigError
 from jaxcb.models.parallel import check_divides, part_of, partitions
+from jaxcb.models.params import Params, flatten, insert
 from jaxcb.models.spec import ModelSpec
+from jaxcb.weights.panels import are_panels
 
-Params = dict[str, Any]
 Place = Callable[[tuple[Any, ...], Any], Array]
 """Puts a parameter, given by its path and as a numpy or jax array, where it belongs. What lies there isn't copied."""
 
@@ -37,27 +37,57 @@ def placer(spec: ModelSpec, placement: Placement | None) -> Place:
 def placed(params: Params, spec: ModelSpec, placement: Placement) -> Params:
     """Parameters on the devices, whole or in parts as they may be. Those that lie there already stay as they are.
 
+    Arguments:
+        params: numpy or jax arrays.
+
     Raises:
-        ConfigError: they are in as many parts as there are no devices, or the model can't be cut into so many.
+        ConfigError: they are in as many parts as there are no devices, or in other ones than the placement wants; they
+            are in panels, of which a device has all; or the model can't be cut into so many.
     """
-    table = params["embed"]["embedding"]
-    if table.ndim == 3 and 0 in params["layers"]:  # in parts; those in panels have no numbered layers
-        if len(table) != placement.size:
+    if are_panels(params):
+        if placement.size > 1:
             raise ConfigError(
-                f"the weights are cut into {len(table)} parts, and the engine has {placement.size} devices",
+                f"the weights are in panels for the native CPU kernels, which can't be cut over {placement.size} "
+                "devices: give them as they were before",
                 param="tensor_parallel_size",
             )
+    elif params["embed"]["embedding"].ndim == 3:  # in parts
+        _check_parts(params, spec, placement)
 
-        def there(array: Array, partition: PartitionSpec) -> Array:
+        def there(array: Any, partition: PartitionSpec) -> Array:
             sharding = placement.sharding(partition)
-            return array if array.sharding == sharding else jax.device_put(array, sharding)
+            return array if _lies_on(array, sharding) else jax.device_put(array, sharding)
 
         return jax.tree.map(there, params, partitions(params))
-    flat = flatten_dict(params)
-    if placement.size == 1 and all(array.sharding == placement.whole for array in flat.values()):
+    flat = dict(flatten(params))
+    if placement.size == 1 and all(_lies_on(array, placement.whole) for array in flat.values()):
         return params
     place = placer(spec, placement)
-    return unflatten_dict({path: place(path, array) for path, array in flat.items()})
+    result: Params = {}
+    for path, array in flat.items():
+        insert(result, path, place(path, array))
+    return result
+
+
+def _lies_on(array: Any, sharding: Sharding) -> bool:
+    return isinstance(array, jax.Array) and array.sharding == sharding
+
+
+def _check_parts(params: Params, spec: ModelSpec, placement: Placement) -> None:
+    """Raise ConfigError if parameters in parts are not those that the placement's devices take."""
+    count, size = len(params["embed"]["embedding"]), placement.size
+    if count != size:
+        raise ConfigError(
+            f"the weights are cut into {count} parts, and the engine has {size} devices", param="tensor_parallel_size"
+        )
+    if spec.num_experts:
+        wanted = spec.num_experts // size if placement.expert_parallel else spec.num_experts
+        if (given := params["layers"][0]["gate_up"]["kernel"].shape[1]) != wanted:
+            raise ConfigError(
+                f"each part of the weights has {given} of {spec.num_experts} experts, and enable_expert_parallel "
+                f"{placement.expert_parallel} on {size} devices takes {wanted}: cut them alike",
+                param="enable_expert_parallel",
+            )
 
 
 def _cut(path: tuple[Any, ...], array: Any, spec: ModelSpec, placement: Placement) -> Array:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Params = dict[str, Any]
+from jaxcb.models.params import Params
+
 _LINEAR = ("qkv", "o", "gate_up", "down")
 
 

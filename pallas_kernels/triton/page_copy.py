@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int32, Shaped
 
+from pallas_kernels.triton.offsets import require_offsets_fit
+
 RUN_BYTES = 8192
 """Bytes that a program copies: 16 a load of each of 128 threads, four loads in flight a thread."""
 
@@ -20,56 +22,64 @@ def copy_pages(
     pool: Shaped[Array, "N ..."], sources: Int32[Array, " M"], destinations: Int32[Array, " M"], *, interpret: bool
 ) -> Shaped[Array, "N ..."]:
     """:func:`pallas_kernels.copy_pages` of one array, arguments already checked."""
-    rows = pool.reshape(pool.shape[0], -1)
-    kernel = functools.partial(_copy, size=rows.shape[1])
-    copied = _call(kernel, "copy_pages", rows.shape, (rows, sources, destinations), donated=True, interpret=interpret)
-    return copied.reshape(pool.shape)
+    operands = (_words(pool), sources, destinations)
+    copied = _call(_copy, "copy_pages", pool.shape[0], operands, donated=True, interpret=interpret)
+    return _numbers(copied, pool)
 
 
 def gather_pages(pool: Shaped[Array, "N ..."], pages: Int32[Array, " M"], *, interpret: bool) -> Shaped[Array, "M ..."]:
     """:func:`pallas_kernels.gather_pages` of one array, arguments already checked."""
-    rows = pool.reshape(pool.shape[0], -1)
-    shape = (pages.shape[0], rows.shape[1])
-    kernel = functools.partial(_gather, size=rows.shape[1])
-    taken = _call(kernel, "gather_pages", shape, (rows, pages), donated=False, interpret=interpret)
-    return taken.reshape(-1, *pool.shape[1:])
+    taken = _call(_gather, "gather_pages", pages.shape[0], (_words(pool), pages), donated=False, interpret=interpret)
+    return _numbers(taken, pool)
 
 
 def scatter_pages(
     pool: Shaped[Array, "N ..."], pages: Int32[Array, " M"], new: Shaped[Array, "M ..."], *, interpret: bool
 ) -> Shaped[Array, "N ..."]:
     """:func:`pallas_kernels.scatter_pages` of one array, arguments already checked."""
-    rows = pool.reshape(pool.shape[0], -1)
-    new = jnp.asarray(new).reshape(new.shape[0], -1)
-    kernel = functools.partial(_scatter, size=rows.shape[1])
-    written = _call(kernel, "scatter_pages", rows.shape, (rows, pages, new), donated=True, interpret=interpret)
-    return written.reshape(pool.shape)
+    operands = (_words(pool), pages, _words(new))
+    written = _call(_scatter, "scatter_pages", pool.shape[0], operands, donated=True, interpret=interpret)
+    return _numbers(written, pool)
 
 
 def _call(
-    kernel: Any, name: str, shape: tuple[int, ...], operands: tuple[Any, ...], *, donated: bool, interpret: bool
-) -> Array:
-    """A program for each page that moves and run of its elements. ``donated``: the first operand is the result."""
-    dtype, operands = operands[0].dtype, tuple(_bits(each) for each in operands)
+    kernel: Any, name: str, num_rows: int, operands: tuple[Any, ...], *, donated: bool, interpret: bool
+) -> Shaped[Array, "num_rows words"]:
+    """A program for each page that moves and run of its words. ``donated``: the first operand is the result."""
     rows, pages = operands[:2]
+    require_offsets_fit(rows, "kv")
     size = rows.shape[1]
     run = min(RUN_BYTES // rows.dtype.itemsize, pl.next_power_of_2(size))
-    moved = pl.pallas_call(
-        functools.partial(kernel, run=run),
+    return pl.pallas_call(
+        functools.partial(kernel, size=size, run=run),
         grid=(pages.shape[0], pl.cdiv(size, run)),
-        out_shape=jax.ShapeDtypeStruct(shape, rows.dtype),
+        out_shape=jax.ShapeDtypeStruct((num_rows, size), rows.dtype),
         input_output_aliases={0: 0} if donated else {},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name=name,
     )(*operands)
-    return moved if moved.dtype == dtype else lax.bitcast_convert_type(moved, dtype)
 
 
-def _bits(array: Array) -> Array:
-    """Pages of float8 as integers: not every GPU has such numbers, and Triton makes no zeros of them to fill loads."""
-    is_float8 = array.dtype.itemsize == 1 and jnp.issubdtype(array.dtype, jnp.floating)
-    return lax.bitcast_convert_type(array, jnp.uint8) if is_float8 else array
+def _words(pool: Shaped[Array, "N ..."]) -> Shaped[Array, "N words"]:
+    """Each page in words of 4 bytes, if it is whole words: XLA takes that for the same array.
+
+    Offsets of words reach through the 4 GiB for which Pallas gives them 32 bits, those of bytes through half of it.
+    Float8 that makes no whole words goes as integers: not every GPU has such numbers, and Triton makes no zeros of them
+    to fill loads.
+    """
+    rows = jnp.asarray(pool).reshape(pool.shape[0], -1)
+    itemsize = rows.dtype.itemsize
+    if itemsize < 4 and rows.shape[1] * itemsize % 4 == 0:
+        return lax.bitcast_convert_type(rows.reshape(rows.shape[0], -1, 4 // itemsize), jnp.uint32)
+    is_float8 = itemsize == 1 and jnp.issubdtype(rows.dtype, jnp.floating)
+    return lax.bitcast_convert_type(rows, jnp.uint8) if is_float8 else rows
+
+
+def _numbers(words: Shaped[Array, "M words"], pool: Shaped[Array, "N ..."]) -> Shaped[Array, "M ..."]:
+    """Pages of the pool's kind again."""
+    numbers = words if words.dtype == pool.dtype else lax.bitcast_convert_type(words, pool.dtype)
+    return numbers.reshape(-1, *pool.shape[1:])
 
 
 def _copy(rows_ref: Any, sources_ref: Any, destinations_ref: Any, out_ref: Any, *, size: int, run: int) -> None:

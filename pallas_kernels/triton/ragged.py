@@ -19,6 +19,7 @@ from pallas_kernels.norms import RawQueries
 from pallas_kernels.pages import KVPages, QuantizedPages, values_of
 from pallas_kernels.triton.attend import Geometry, KVRefs, attend, finish, geometry, start
 from pallas_kernels.triton.decode import attend_decodes
+from pallas_kernels.triton.offsets import require_offsets_fit
 from pallas_kernels.triton.tiles import Tiles, TileShape, require_fits
 from pallas_kernels.triton.work import DecodeSplits, QueryTiles, TritonWork
 
@@ -118,6 +119,7 @@ def _prepare(
     dtype = q.dtype if quantized else jnp.promote_types(q.dtype, values.dtype)
     tile = tiles.of(dtype, values.dtype)
     require_fits(tile, work.target, head_dim=head_dim, dtype=dtype, kv_dtype=values.dtype)
+    require_offsets_fit(values, "kv_pages.values" if quantized else "kv_pages")
     kv = KVRefs(
         values=values,
         scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,

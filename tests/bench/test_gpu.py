@@ -17,7 +17,8 @@ from bench.gpu import BUDGET_S, MODELS, Part, count_tests, measure, parts_of
 from bench.gpu_report import report, targets
 from bench.models import config_of, save_weights, spec_of
 from jaxcb.models.decoder import init_params
-from jaxcb.models.families import lookup, parameters
+from jaxcb.models.families import parameters
+from jaxcb.models.params import lookup
 from jaxcb.weights.loader import load_params
 from jaxcb.weights.resolve import ModelFiles, resolve
 

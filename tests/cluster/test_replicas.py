@@ -3,6 +3,7 @@ engines fail."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import threading
@@ -15,6 +16,7 @@ import pytest
 from jaxcb.cluster import Replicas
 from jaxcb.cluster.beginnings import BLOCK_TOKENS
 from jaxcb.cluster.choice import MOST_AHEAD
+from jaxcb.engine import EngineStats, ServingEngine
 from jaxcb.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
 from jaxcb.request import FinishReason, Request, SamplingParams
 
@@ -398,6 +400,41 @@ def test_control_reaches_every_engine_that_runs(cluster: Make):
         engine.fail()
     with pytest.raises(EngineStoppedError, match="no engine is running"):
         replicas.reset_prefix_cache()
+
+
+def test_an_engine_that_stops_amid_a_control_keeps_it_from_no_other(cluster: Make, monkeypatch):
+    replicas, engines = cluster(3)
+
+    def stops() -> None:
+        engines[0].fail()
+        raise EngineStoppedError("it has stopped")
+
+    monkeypatch.setattr(engines[0], "sleep", stops)
+    replicas.sleep()
+    assert engines[1].did == engines[2].did == ["sleep"]
+
+
+def test_engines_that_compute_prompts_for_others_have_no_part_in_what_those_have_room_for(cluster: Make, monkeypatch):
+    """One hangs, and is full: its pages are nobody's room, its steps are its own, and answers are made all the same."""
+    replicas, engines = cluster(2, pages=100)
+    waits = dataclasses.replace(engines[0].stats(), kv_pages_total=7, stalled_s=100.0, steps=5, answers=False)
+    own = engines[0].stats
+
+    def by_engine() -> dict[str, EngineStats]:
+        return {"decode": own(), "prefill-0": waits}
+
+    monkeypatch.setattr(engines[0], "stats_by_engine", by_engine)
+    monkeypatch.setattr(engines[0], "stats", lambda: ServingEngine.stats(engines[0]))  # type: ignore[arg-type]  # a stand-in
+    for name in "ab":
+        replicas.submit(request(name))
+    assert taken(engines) == [["a"], ["b"]]
+    states = {name: stats.state for name, stats in replicas.stats_by_engine().items()}
+    assert states == {"0": "ok", "prefill-0": "stalled", "1": "ok"}
+    total = replicas.stats()
+    assert (total.kv_pages_total, total.steps, total.state) == (200, 0, "ok")
+    engines[0].healthy = False  # the one that answers; the other goes on for the second
+    replicas.reset_prefix_cache()
+    assert engines[0].did == engines[1].did == ["reset"]
 
 
 def test_a_drain_lets_the_queue_run_dry(cluster: Make):

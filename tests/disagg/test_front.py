@@ -12,7 +12,7 @@ import pytest
 
 from jaxcb.disagg import Disaggregated, LocalLink, PromptService
 from jaxcb.engine import Engine
-from jaxcb.errors import ConfigError, RequestError
+from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
 from jaxcb.request import FinishReason, Request, SamplingParams
 from jaxcb.scheduler.replay import replay
 from jaxcb.structured_outputs import StructuredOutputs
@@ -375,3 +375,30 @@ def test_what_an_engine_did_with_hand_overs_and_host_memory_is_planned_the_same_
     assert any('"take_moves"' in line for line in lines)
     assert sum('"adopt"' in line for line in lines) > 5 and small.stats().host_pages_cached > 0
     assert len(replay(lines)) == small.stats().steps
+
+
+def test_a_prefill_engine_is_counted_by_itself(front, prefill, decode):
+    parts = front.stats_by_engine()
+    assert {name: stats.answers for name, stats in parts.items()} == {"decode": True, "prefill-0": False}
+    assert parts["prefill-0"].kv_pages_total == prefill.stats().kv_pages_total
+    assert front.stats().kv_pages_total == decode.stats().kv_pages_total
+
+
+def test_a_desk_that_is_closed_takes_no_prompt_on(front, prefill):
+    [link] = front.links
+    link.close()
+    link.begin(Request(request_id="late", prompt_token_ids=LONG[0], sampling=GREEDY), 0)
+    assert link.backlog_tokens == 0
+
+
+def test_a_prefill_engine_that_has_stopped_is_done_without(front, prefill, decode, monkeypatch):
+    def stopped() -> None:
+        raise EngineStoppedError("it has stopped")
+
+    for name in ("sleep", "wake", "reset_prefix_cache"):
+        monkeypatch.setattr(prefill, name, stopped)
+    front.sleep()
+    assert decode.paused
+    front.wake()
+    front.reset_prefix_cache()
+    assert not decode.paused

@@ -138,6 +138,16 @@ def test_a_stranger_can_send_little_before_he_is_known(prefill):
             channel.receive()
 
 
+def test_a_stranger_who_says_a_little_now_and_then_is_not_listened_to_forever(prefill):
+    with serving(prefill, silence_s=0.3) as server:
+        with socket.create_connection(server.address) as sock, pytest.raises(OSError):
+            deadline = time.monotonic() + 10.0
+            while time.monotonic() < deadline:
+                sock.sendall(b"J")
+                time.sleep(0.05)
+        wait_for(lambda: not server._channels)
+
+
 def test_strangers_that_say_nothing_are_only_so_many(prefill, monkeypatch):
     monkeypatch.setattr("jaxcb.disagg.server.MAX_STRANGERS", 2)
     with serving(prefill, **PATIENT) as server:

@@ -170,10 +170,8 @@ def test_sides_that_do_not_fit_are_refused_with_the_reason(prefill, decode, make
     with serving(prefill, secret="right") as server:
         for changes, secret, words in (
             ({}, "wrong", "--kv-secret"),
-            *(
-                ({name: "7"}, "right", f"the two sides have different {re.escape(WORDS[name])}: '7' here")
-                for name in WORDS
-            ),
+            *(({name: "7"}, "right", f"different {re.escape(words)}: '7' here") for name, words in WORDS.items()),
+            ({"experts": "True", "weights": "0"}, "right", r"ways to share experts out .*: 'True' here"),
         ):
             with pytest.raises(ConfigError, match=words) as error:
                 RemoteLink(

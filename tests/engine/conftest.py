@@ -11,7 +11,8 @@ import pytest
 from jaxcb.config import Backend, EngineConfig
 from jaxcb.engine import Engine
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params, init_params
+from jaxcb.models.decoder import init_params
+from jaxcb.models.params import Params
 from jaxcb.text import Tokenizer
 from tests.text.small_tokenizers import byte_level
 

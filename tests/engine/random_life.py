@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcb.engine import Engine, OutputStream
 from jaxcb.errors import RequestError
-from jaxcb.models.decoder import Params
+from jaxcb.models.params import Params
 from jaxcb.request import FinishReason, Request, RequestOutput, SamplingParams
 from jaxcb.sampling_params import StructuredOutputs
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxcb.config import Backend, EngineConfig
 from jaxcb.engine import Engine
-from jaxcb.models.decoder import Params
+from jaxcb.models.params import Params
 from jaxcb.request import RequestOutput, SamplingParams
 from tests.engine.conftest import SPEC, engines_over, sensitive_params
 from tests.engine.run import complete, prompts_that_share_beginnings

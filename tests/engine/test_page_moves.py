@@ -12,7 +12,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, scheduler_of, shape_of
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
+from jaxcb.models.params import Params
 from jaxcb.request import FinishReason, Request, SamplingParams
 from jaxcb.scheduler import Scheduler
 from jaxcb.scheduler.replay import replay

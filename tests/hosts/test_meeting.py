@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import socket
 import threading
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,14 +21,16 @@ from jaxcb.disagg.identity import difference
 from jaxcb.disagg.wire import Channel, address_of
 from jaxcb.engine import Engine
 from jaxcb.engine.sizing import resolve_config
-from jaxcb.errors import ConfigError
-from jaxcb.hosts import follow, follower, identity, leader, start
+from jaxcb.errors import ConfigError, PeerError
+from jaxcb.hosts import follow, follower, identity, leader, link, start
 from jaxcb.hosts.group import devices_of
 from jaxcb.hosts.leader import Leader
 from jaxcb.hosts.prepared import sizes_of
 from tests.engine.conftest import SPEC
 from tests.engine.test_logits_processors import PROCESSORS
 from tests.hosts.run import free_address
+
+starting = importlib.import_module("jaxcb.hosts.start")  # the module, which the package's function hides
 
 
 def config_of(rank: int, address: str, **changes: Any) -> EngineConfig:
@@ -76,15 +80,19 @@ def test_a_rank_that_is_taken_or_not_there_is_refused_on_both_sides():
             assert "a host came with --node-rank 1" in str(each.exception(30))
 
 
-def joined(address: str) -> Channel:
-    """A host that has met the first one, as it sees it."""
+def connected(address: str) -> socket.socket:
+    """To the first host, once it listens."""
     while True:
         try:
-            channel = Channel(socket.create_connection(address_of(address, ""), 1), 10)
-            break
+            return socket.create_connection(address_of(address, ""), 10)
         except ConnectionRefusedError:
-            pass
-    channel.send({"kind": "join", "rank": 1, "identity": identity.program_of(config_of(1, address))})
+            time.sleep(0.01)
+
+
+def joined(address: str, **changes: Any) -> Channel:
+    """A host that has met the first one, as it sees it."""
+    channel = Channel(connected(address), 10)
+    channel.send({"kind": "join", "rank": 1, "identity": identity.program_of(config_of(1, address, **changes))})
     return channel
 
 
@@ -235,16 +243,135 @@ def test_a_stranger_keeps_nobody_from_meeting():
     address = free_address()
     with ThreadPoolExecutor() as threads:
         made = threads.submit(Leader, config_of(0, address))
-        while True:
-            try:
-                with socket.create_connection(address_of(address, ""), 1) as stranger:
-                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                break
-            except ConnectionRefusedError:
-                pass
+        with connected(address) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         channel = joined(address)
         made.result(30)
         channel.close()
+
+
+def test_a_host_that_is_told_to_stop_may_be_left():
+    """What comes then, the end of the connection too, is no failure."""
+    ours, theirs = (link.Link(Channel(sock, 10), "host 0") for sock in socket.socketpair())
+    lost: list[str] = []
+    theirs.read_ahead(lost.append)
+    ours.send("stop")
+    ours.close()
+    assert theirs.receive("stop")[0] == {"kind": "stop"}
+    theirs.join(10)
+    theirs.close()
+    assert not lost
+
+
+def test_a_stranger_who_says_nothing_keeps_nobody_waiting():
+    address = free_address()
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(Leader, config_of(0, address))
+        silent = [connected(address) for _ in range(3)]
+        begun_s = time.monotonic()
+        channel = joined(address)
+        made.result(30)
+        assert time.monotonic() - begun_s < link.SILENCE_S / 2
+        assert [sock.recv(1) for sock in silent] == [b""] * 3, "and he is not kept"
+        channel.close()
+
+
+def test_a_host_that_is_lost_before_all_have_met_ends_the_meeting_at_once():
+    address, three = free_address(), {"nnodes": 3, "tensor_parallel_size": 3}
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(Leader, config_of(0, address, **three))
+        joined(address, **three).close()
+        assert "host 1 is lost" in str(made.exception(10))
+
+
+def test_a_host_that_is_lost_when_it_is_told_something_is_named():
+    address = free_address()
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(Leader, config_of(0, address))
+        joined(address).close()
+        first = made.result(30)
+        with pytest.raises(ConfigError, match=r"lost|reached"), first.saying_why():
+            while True:  # until the system knows it too
+                first.set_sizes(9, {})
+
+
+@pytest.mark.parametrize("waits_in", ["join", "prepare"])
+def test_a_host_that_is_lost_while_jax_waits_for_it_is_named_at_once(waits_in: str, monkeypatch: pytest.MonkeyPatch):
+    address, over = free_address(), threading.Event()
+    monkeypatch.setattr(leader, "join", lambda *_: None)
+    monkeypatch.setattr(leader if waits_in == "join" else starting, waits_in, lambda *_, **__: over.wait(20))
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(start, config_of(0, address))
+        channel = joined(address)
+        next_of(channel, "welcome")
+        channel.close()
+        assert "host 1 is lost" in str(first.exception(10))
+    over.set()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_stays_behind_of_a_start_that_fails(rank: int, monkeypatch: pytest.MonkeyPatch):
+    before, address = set(threading.enumerate()), free_address()
+    host, port = address_of(address, "")
+    if rank:
+        with ThreadPoolExecutor() as threads, socket.create_server((host, port)) as sock:
+            second = threads.submit(follow, config_of(1, address))
+            channel = Channel(sock.accept()[0], 10)
+            next_of(channel, "join")
+            channel.send({"kind": "failed", "reason": "not today"})
+            assert "host 0 gives up: not today" in str(second.exception(10))
+            with pytest.raises(PeerError, match=r"closed|broke"):
+                while True:
+                    channel.receive()
+    else:
+        three = {"nnodes": 3, "tensor_parallel_size": 3}
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(start, config_of(0, address, dist_timeout_s=1.0, **three))
+            silent, channel = connected(address), joined(address, **three)
+            heard = threads.submit(next_of, channel, "failed")
+            heard.add_done_callback(lambda _: channel.close())
+            assert "--node-rank 2 did not come" in str(first.exception(20))
+            assert silent.recv(1) == b""
+        socket.create_server((host, port)).close()
+    assert not [thread for thread in threading.enumerate() if "host" in thread.name and thread not in before]
+
+
+def test_an_engine_that_was_made_in_vain_is_shut_down(monkeypatch: pytest.MonkeyPatch):
+    """Two hosts have met, and then the second can't make itself ready."""
+    address, ended = free_address(), []
+    monkeypatch.setattr(leader, "join", lambda *_: None)
+    monkeypatch.setattr(leader.jax.distributed, "shutdown", lambda: pytest.fail("it would wait for who is gone"))
+    model = types.SimpleNamespace(name="", spec=None, params=None, tokenizer=None, sampling_defaults=None)
+    placement = types.SimpleNamespace(devices=())
+    prepared = types.SimpleNamespace(identity={}, num_kv_pages=9, model=model, placement=placement)
+    monkeypatch.setattr(starting, "prepare", lambda *_, **__: prepared)
+    monkeypatch.setattr(starting, "sizes_of", lambda _: {})
+
+    class FakeEngine:
+        config = None
+
+        def __init__(self, *_: Any, followers: Leader, **__: Any):
+            self._followers = followers
+
+        def compile(self, **_: Any) -> None:
+            """Nothing."""
+
+        def shutdown(self) -> None:
+            self._followers.close()
+            ended.append(True)
+
+    monkeypatch.setattr(starting, "Engine", FakeEngine)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(start, config_of(0, address), progress=False)
+        channel = joined(address)
+        next_of(channel, "welcome")
+        channel.send({"kind": "loaded", "identity": {}, "num_kv_pages": 9})
+        next_of(channel, "sizes")
+        channel.send({"kind": "failed", "reason": "no memory"})
+        heard = threads.submit(next_of, channel, "failed")
+        heard.add_done_callback(lambda _: channel.close())
+        assert "host 1 gives up: no memory" in str(first.exception(20))
+    assert ended == [True]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 from scipy.special import log_softmax
 
 from jaxcb import native
-from jaxcb.models.decoder import Params, init_params, param_shapes
+from jaxcb.models.decoder import init_params, param_shapes
+from jaxcb.models.params import Params
 from jaxcb.models.spec import ModelSpec
 from jaxcb.weights import load_params, resolve
 from tests.conftest import GOLDEN

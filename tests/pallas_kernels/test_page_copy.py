@@ -88,6 +88,12 @@ def test_a_donated_pool_is_not_copied(dtype, move):
     assert memory.temp_size_in_bytes < size / 8
 
 
+def test_a_page_that_is_no_whole_words_moves_too():
+    before = np.arange(16 * 9).astype(np.int8).reshape(16, 3, 3)
+    got = np.asarray(COPIES["triton"](before, SOURCES, DESTINATIONS))
+    np.testing.assert_array_equal(got, reference.copy_pages(before, SOURCES, DESTINATIONS))
+
+
 def test_wrong_arguments_are_refused():
     kv = pool("float32")
     with pytest.raises(ValueError, match=r"destinations must be of shape \[5\], got shape \[3\]"):

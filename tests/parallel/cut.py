@@ -19,7 +19,7 @@ from jaxcb.config import EngineConfig
 from jaxcb.devices import placement_of
 from jaxcb.engine import Engine
 from jaxcb.held_model import HeldModel
-from jaxcb.models.decoder import Params
+from jaxcb.models.params import Params
 from jaxcb.request import RequestOutput, SamplingParams
 from jaxcb.structured_outputs import StructuredOutputs
 from jaxcb.weights.held import no_tokenizer

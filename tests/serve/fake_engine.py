@@ -324,6 +324,7 @@ class FakeEngine:
             finished=dict(self.finished),
             uptime_s=0.0,
             stalled_s=self.stalled_s,
+            answers=True,
         )
 
     def shutdown(self, *, drain_s: float = 0.0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,16 +27,16 @@ def test_an_engine_that_makes_no_steps_is_not_alive(client: TestClient, engine: 
     assert error_of(client.get("/health"), 503)["code"] == "engine_stalled"
 
 
-def test_who_only_computes_prompts_is_not_alive_for_the_one_that_answers(
+def test_an_engine_that_makes_no_steps_is_not_alive_because_another_computes_prompts_for_it(
     client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fine, stalled = engine.stats(), SimpleNamespace(state="stalled")
-    monkeypatch.setattr(engine, "stats_by_engine", lambda: {"decode": fine, "prefill-0": stalled})
-    assert client.get("/health").json() == {
-        "status": "degraded",
-        "engines": {"decode": "ok", "prefill-0": "stalled"},
-    }
-    monkeypatch.setattr(engine, "stats_by_engine", lambda: {"decode": stalled, "prefill-0": fine})
+    parts = {"decode": engine.stats(), "prefill-0": engine.stats()}
+    parts["prefill-0"].answers = False
+    monkeypatch.setattr(engine, "stats_by_engine", lambda: parts)
+    assert client.get("/health").json()["status"] == "ok"
+    parts["prefill-0"].state = "stalled"
+    assert client.get("/health").json()["status"] == "degraded"
+    parts["prefill-0"].state, parts["decode"].state = "ok", "stalled"
     assert error_of(client.get("/health"), 503)["code"] == "engine_stalled"
 
 

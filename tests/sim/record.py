@@ -19,7 +19,7 @@ from jaxcb.engine.core import EngineCore
 from jaxcb.engine.sizing import backend_of, buckets_of, limits_of, resolve_config, shape_of
 from jaxcb.engine.step_log import StepLog
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
+from jaxcb.models.params import Params
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import Scheduler, SchedulerLimits
 from jaxcb.step.runner import Runner

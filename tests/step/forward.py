@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcb.config import Backend
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params
+from jaxcb.models.params import Params
 from jaxcb.request import Request, SamplingParams
 from jaxcb.scheduler import PlanRow, Sequence, StepPlan
 from jaxcb.step.batch import Packed, SlotState, StepLayout, apply_changes
@@ -95,7 +95,7 @@ def _chunks(
         first, last = start // PAGE_SIZE, -(-(start + len(part)) // PAGE_SIZE)
         row = row_of(0, part, start=start, pages=list(range(first + 1, last + 1)))
         row.first_new_page = first
-        upload, overflow, _ = packed(layout, StepPlan.of([row], 0))
+        upload, overflow, *_ = packed(layout, StepPlan.of([row], 0))
         assert not overflow
         kv, state, logits = (every_token if every else forward)(params, kv, state, upload)[:3]
         yield np.asarray(logits, np.float32), len(part)

@@ -27,7 +27,7 @@ def example() -> StepPlan:
 
 def test_the_worked_example_of_the_docstring():
     layout = StepLayout(Bucket(8, 4, False), P, SLOTS)
-    upload, overflow, sampling_slots = packed(layout, example())
+    upload, overflow, sampling_slots, *_ = packed(layout, example())
     assert sampling_slots.tolist() == [5, 2]
     assert upload.shape == (layout.size,) and upload.dtype == np.int32 and overflow == []
     batch = jax.tree.map(np.asarray, layout.unpack(jnp.asarray(upload)))
@@ -129,7 +129,7 @@ def test_a_step_of_plain_decodes_is_packed_as_rows_are():
 def test_more_table_changes_than_an_upload_holds_are_handed_back():
     layout = StepLayout(Bucket(1, 1, True), 1000, SLOTS)
     pages = list(range(1, 31))
-    upload, overflow, _ = packed(layout, StepPlan.of([row_of(2, [1], start=479, pages=pages)], 1))
+    upload, overflow, *_ = packed(layout, StepPlan.of([row_of(2, [1], start=479, pages=pages)], 1))
     kept = layout.num_changes
     assert kept < 30 and kept <= CHANGES_PER_UPLOAD
     assert overflow == [(2 * 1000 + i, pages[i]) for i in range(kept, 30)]

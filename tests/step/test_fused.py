@@ -11,8 +11,9 @@ import pytest
 from scipy.special import log_softmax
 
 from jaxcb.models import ModelSpec
-from jaxcb.models.decoder import Params, init_params
+from jaxcb.models.decoder import init_params
 from jaxcb.models.fused import fold_norms
+from jaxcb.models.params import Params
 from tests.models.test_decoder import load
 from tests.step.forward import teacher_forced
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcb.devices import AXIS
 from jaxcb.models import ModelSpec
 from jaxcb.models.decoder import param_shapes
+from jaxcb.models.parallel import TensorParallel
 from jaxcb.sampling import Tier
 from jaxcb.sampling.sampler import NOTHING
 from jaxcb.sizing import PROMPT_ROWS, logprobs_bytes
@@ -69,6 +71,19 @@ def test_masks_of_some_rows_leave_the_others_alone():
         wanted[row, allowed[:V] == 0] = -np.inf
     masked = mask_some_logits(jnp.asarray(logits), jnp.array([5, 2, 6, 6]), jnp.asarray(mask))
     np.testing.assert_array_equal(np.asarray(masked), wanted)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_devices_of_several_hosts_go_on_from_the_token_that_the_first_has_sampled(apart: bool):
+    """Their logits are the same, and what each host has compiled may round differently."""
+    state = SlotState.at_rest(2, 1, ControlLayout(vocab_size=40, max_model_len=8))
+    part, logits = jnp.zeros(sample_size(1), jnp.int32), jax.nn.one_hot(jnp.array([[7], [9]]), 40)  # of two devices
+    sample = functools.partial(
+        sample_step, state, part=part, tier=Tier.GREEDY, keep_logits=False, parallel=TensorParallel(2, apart=apart)
+    )
+    result = jax.jit(jax.vmap(sample, axis_name=AXIS))(logits)
+    assert result.token_ids.tolist() == [[7], [7 if apart else 9]]
+    assert result.state.last_token[:, 0].tolist() == [7, 7 if apart else 9]
 
 
 @pytest.mark.parametrize("tier", [Tier.GREEDY, Tier.FULL])

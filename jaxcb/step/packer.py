@@ -1,0 +1,54 @@
+"""Packer: the uploads of an engine's steps, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxcb.scheduler import StepPlan
+from jaxcb.scheduler.plan import PlanRow
+from jaxcb.step.batch import Packed, StepLayout, goes_on
+from jaxcb.step.buckets import Bucket
+from jaxcb.step.owners import SlotOwners
+from jaxcb.step.sampled import Wanted
+
+
+class _Last(NamedTuple):
+    slots: Seq[int]
+    packed: Packed
+    wanted: Wanted
+    one_further: Int[np.ndarray, "size"]
+
+
+class Packer:
+    """Most steps take the rows of the step before one token further: their uploads are made of that one's, in a third
+    of the time. ``layouts``: of every bucket."""
+
+    def __init__(self, layouts: Mapping[Bucket, StepLayout], owners: SlotOwners):
+        self._layouts, self._owners = layouts, owners
+        self._last: _Last | None = None
+        """The step before, if it was one that goes on."""
+
+    def pack(self, plan: StepPlan, bucket: Bucket, newcomers: Seq[PlanRow]) -> tuple[Packed, Wanted]:
+        """The upload, and what its rows want of the sampler. ``newcomers``: rows that enter their slots with it."""
+        layout, last = self._layouts[bucket], self._last
+        self._owners.enter(newcomers)
+        if not goes_on(plan):
+            self._last = None
+            return self._whole(plan, layout)
+        if last is not None and last.slots == plan.slots and last.packed.tokens_until_free > 1:
+            packed, wanted = layout.pack_next(last.packed, plan, last.one_further), last.wanted
+            self._last = last._replace(packed=packed)
+            return packed, wanted
+        packed, wanted = self._whole(plan, layout)
+        self._last = _Last(plan.slots, packed, wanted, layout.one_further(plan.num_rows))
+        return packed, wanted
+
+    def _whole(self, plan: StepPlan, layout: StepLayout) -> tuple[Packed, Wanted]:
+        packed = layout.pack(plan, self._owners)
+        slots = packed.sampling_slots
+        return packed, Wanted(self._owners.tier_of(slots), self._owners.asked_logprobs(slots))
