@@ -3,6 +3,9 @@
 For each number of running sequences, all of them decode, and the times of plan, launch (pack, upload, dispatch of the
 forward and of the sampler) and commit are summed up over a step. The thread's CPU time is counted, so that waiting for
 the device, and other work on the machine, are left out; the text and HTTP threads are not.
+
+On a CPU the device works on the same cores, and what the host then finds in their caches is the device's: --small runs
+a random model of two small layers, whose steps leave the host's code and data there, as a GPU does.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from bench.common import (
@@ -25,9 +29,14 @@ from bench.common import (
     show_progress,
 )
 from bench.inprocess import InProcess, add_engine_options, engine_config, exact_length
+from bench.models import spec_of
 from bench.workload import Item
+from jaxcb.config import EngineConfig
+from jaxcb.engine import Engine
 from jaxcb.engine.core import EngineCore
+from jaxcb.models.decoder import init_params
 from jaxcb.scheduler import Scheduler
+from jaxcb.weights.held import no_tokenizer
 
 PARTS = ("plan", "launch", "commit")
 NUM_RUNNING = (1, 64, 256)
@@ -65,13 +74,23 @@ def measure(process: InProcess, num_running: int, num_steps: int) -> dict[str, l
             core.step()
 
 
+def small_model(config: EngineConfig) -> InProcess:
+    """Compiled; its vocabulary has 512 ids."""
+    spec = spec_of("llama-3.1-8b", small=True)
+    engine = Engine("small", spec, init_params(spec, jnp.bfloat16, 0), no_tokenizer(spec), config)
+    engine.compile(progress=show_progress())
+    return InProcess.over(engine)
+
+
 def main(argv: Sequence[str] | None = None) -> Result:
     """The command line."""
     parser = make_parser("host_time", __doc__, seed=None, seed_help="of nothing: the prompts are made up")
     add_engine_options(parser, max_num_seqs=256, max_model_len=512)
     parser.add_argument("--steps", type=positive, default=30, metavar="N", help="counted for each row; default 30")
+    parser.add_argument("--small", action="store_true", help="a small random model in place of --model")
     args = parser.parse_args(argv)
-    process = InProcess.load(engine_config(args, enable_prefix_caching=True))
+    config = engine_config(args, enable_prefix_caching=True)
+    process = small_model(config) if args.small else InProcess.load(config)
     counts = [count for count in NUM_RUNNING if count <= process.limits.max_num_seqs]
     rows = []
     for count in tqdm(counts, desc="running", disable=not show_progress()):

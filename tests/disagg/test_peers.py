@@ -141,9 +141,10 @@ def test_a_stranger_can_send_little_before_he_is_known(prefill):
 def test_a_stranger_who_says_a_little_now_and_then_is_not_listened_to_forever(prefill):
     with serving(prefill, silence_s=0.3) as server:
         with socket.create_connection(server.address) as sock, pytest.raises(OSError):
+            sock.sendall(raw(b" " * 60_000)[:16])
             deadline = time.monotonic() + 10.0
             while time.monotonic() < deadline:
-                sock.sendall(b"J")
+                sock.sendall(b" ")
                 time.sleep(0.05)
         wait_for(lambda: not server._channels)
 

@@ -19,7 +19,7 @@ from jaxcb.errors import EngineStoppedError
 from jaxcb.request import Request, SamplingParams
 from tests.engine.conftest import SPEC
 
-SOON_S = 10.0
+SOON_S = 5.0
 REQUEST = Request(request_id="a", prompt_token_ids=[1], sampling=SamplingParams())
 
 
@@ -39,7 +39,7 @@ class Life:
     def wait(self) -> None:
         """As for devices that another host keeps waiting."""
         self.begun.set()
-        assert self.go_on.wait(SOON_S)
+        assert self.go_on.wait(2 * SOON_S)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def life() -> Iterator[Life]:
     yield made
     made.go_on.set()
     made.inbox.stop(0.0)
-    made.thread.join(SOON_S)
+    made.thread.join(3 * SOON_S)
     assert not made.thread.is_alive()
 
 
