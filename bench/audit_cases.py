@@ -48,6 +48,27 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
 }
 """Of their config.json, what the decoder reads."""
 ITEM = 2
@@ -103,15 +124,42 @@ class Floor(NamedTuple):
         return sum(self)
 
 
-def floor_of(spec: ModelSpec, case: Case, *, fast_norm: bool, num_devices: int = 1) -> Floor:
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Of a layer of one device."""
+
+    there: int
+    taken: float
+    """By the tokens of a step, if they choose evenly and by themselves."""
+    pairs: float
+    """Of a token and an expert that it takes here, a token."""
+
+
+def experts_of(spec: ModelSpec, num_tokens: int, num_devices: int = 1, *, expert_parallel: bool = False) -> Experts:
+    """``spec``: what a device computes. A model without experts has one MLP, which all tokens take."""
+    if not spec.num_experts:
+        return Experts(1, 1.0, 1.0)
+    k, X = spec.num_experts_per_token, spec.num_experts
+    there = X // num_devices if expert_parallel else X
+    return Experts(there, there * (1 - (1 - k / X) ** num_tokens), k * there / X)
+
+
+def floor_of(
+    spec: ModelSpec, case: Case, *, fast_norm: bool, num_devices: int = 1, expert_parallel: bool = False
+) -> Floor:
     """Floor of a step, of one device: ``spec`` is what that computes, its part of the vocabulary included."""
-    layer = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
-    head, T = spec.vocab_size * spec.hidden_size, case.bucket.num_tokens
+    T = case.bucket.num_tokens
+    experts = experts_of(spec, T, num_devices, expert_parallel=expert_parallel)
+    router = 2 * spec.num_experts  # in float32
+    layer = spec.hidden_size * (
+        2 * spec.q_size + 2 * spec.kv_size + 3 * experts.taken * spec.intermediate_size + router
+    )
+    head = spec.vocab_size * spec.hidden_size
     position = spec.kv_bytes_per_token(ITEM)
     if num_devices > 1:
-        written, read = _activations_of_part(spec, decode_only=case.bucket.decode_only)
+        written, read = _activations_of_part(spec, experts, decode_only=case.bucket.decode_only)
     else:
-        written, read = (0, 0) if case.bucket.decode_only else _activations(spec, fast_norm=fast_norm)
+        written, read = (0, 0) if case.bucket.decode_only else _activations(spec, experts, fast_norm=fast_norm)
     return Floor(
         weights=ITEM * (spec.num_layers * layer + head),
         kv_read=case.kv_positions * position,
@@ -121,12 +169,12 @@ def floor_of(spec: ModelSpec, case: Case, *, fast_norm: bool, num_devices: int =
     )
 
 
-def _activations(spec: ModelSpec, *, fast_norm: bool) -> tuple[int, int]:
+def _activations(spec: ModelSpec, experts: Experts, *, fast_norm: bool) -> tuple[float, float]:
     """Elements a token and layer that the kernels write and read. They write x twice, normed x twice, qkv (keys and
     values go on into the pages), q, attention, gate and up, and their product."""
     E, F, H = spec.hidden_size, spec.intermediate_size, spec.q_size
     qkv = H + 2 * spec.kv_size
-    written = 2 * E + qkv + H + H + 2 * F + F
+    written = 2 * E + qkv + H + H + experts.pairs * 3 * F + _results(spec, experts)
     read = written + 2 * E  # the residual stream once more, by the products that add to it
     norms = 2 * E
     if fast_norm:  # rotation and SiLU x up read x
@@ -134,11 +182,17 @@ def _activations(spec: ModelSpec, *, fast_norm: bool) -> tuple[int, int]:
     return written + norms, read + norms
 
 
-def _activations_of_part(spec: ModelSpec, *, decode_only: bool) -> tuple[int, int]:
+def _results(spec: ModelSpec, experts: Experts) -> float:
+    """Of every expert of a token, before they are mixed."""
+    return experts.pairs * spec.hidden_size if spec.num_experts else 0
+
+
+def _activations_of_part(spec: ModelSpec, experts: Experts, *, decode_only: bool) -> tuple[float, float]:
     """The same where the model is cut. Twice a layer a product writes E, an all-reduce reads and writes it, and a norm
     reads it and the stream, and writes the stream and what the next product reads. Decodes write no rotated queries."""
     E, F, H = spec.hidden_size, spec.intermediate_size, spec.q_size
-    both = 8 * E + (H + 2 * spec.kv_size) + (H if decode_only else 2 * H) + 3 * F
+    both = 8 * E + (H + 2 * spec.kv_size) + (H if decode_only else 2 * H) + experts.pairs * 3 * F
+    both += _results(spec, experts)
     return both, both
 
 
@@ -159,8 +213,17 @@ def splits_of(spec: ModelSpec, case: Case, target: str) -> Splits:
     return Splits(wanted + case.bucket.num_seqs, case.num_decodes * a_row if a_row > 1 else 0)
 
 
-def traffic_of(spec: ModelSpec, case: Case, target: str, num_pages: int, page_size: int, width: int) -> list[Traffic]:
-    """What data decides: which pages are read and written, which entries of the tables, which partial results.
+def traffic_of(
+    spec: ModelSpec,
+    case: Case,
+    target: str,
+    num_pages: int,
+    page_size: int,
+    width: int,
+    experts: Experts | None = None,
+) -> list[Traffic]:
+    """What data decides: which pages are read and written, which entries of the tables, which partial results, which
+    experts are read and which of their rows written.
 
     Arguments:
         num_pages: of the pool, the trash page included.
@@ -188,4 +251,18 @@ def traffic_of(spec: ModelSpec, case: Case, target: str, num_pages: int, page_si
         Traffic(prefills, pool, prompts * position, 0),
         Traffic(prefills, (S, width), 4 * -(-prompts // page_size), 0),
         Traffic(prefills, (T, H, D), prompts * q_row, prompts * q_row),
+        *(_traffic_of_experts(spec, T, experts) if experts is not None and spec.num_experts else ()),
+    ]
+
+
+def _traffic_of_experts(spec: ModelSpec, num_tokens: int, experts: Experts) -> list[Traffic]:
+    """Rows of others have their places in the arrays, and nobody computes them."""
+    E, F, name = spec.hidden_size, spec.intermediate_size, "grouped_product"
+    rows, part = num_tokens * spec.num_experts_per_token, experts.pairs * num_tokens * ITEM
+    return [
+        Traffic(name, (experts.there, 2 * F, E), experts.taken * 2 * F * E * ITEM, 0),
+        Traffic(name, (experts.there, E, F), experts.taken * E * F * ITEM, 0),
+        Traffic(name, (rows, 2 * F), 0, part * 2 * F),
+        Traffic(name, (rows, F), part * F, 0),
+        Traffic(name, (rows, E), 0, part * E),
     ]

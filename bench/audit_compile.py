@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Compiled
 
-from bench.audit_cases import ITEM, Case, spec_of, traffic_of
+from bench.audit_cases import ITEM, Case, experts_of, spec_of, traffic_of
 from bench.hlo import Traffic, parse
 from jaxcb.config import EngineConfig
 from jaxcb.devices import AXIS, CUT, PAGES, WHOLE, Placement
@@ -53,6 +53,7 @@ class Request:
     context: int
     fast_norm: bool
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
 
 class Step:
@@ -61,9 +62,10 @@ class Step:
 
     def __init__(self, request: Request, spec: ModelSpec, mesh: jax.sharding.Mesh):
         self.request, self.spec, self._mesh = request, spec, mesh
-        self.placement = Placement(tuple(mesh.devices.flat))
-        self.part = spec_of_part(spec, self.placement.size)
-        self.parallel = TensorParallel(self.placement.size, spec.vocab_size)
+        self._whole = request.enable_expert_parallel
+        self.placement = Placement(tuple(mesh.devices.flat), expert_parallel=self._whole)
+        self.part = spec_of_part(spec, self.placement.size, expert_parallel=self._whole)
+        self.parallel = TensorParallel(self.placement.size, spec.vocab_size, expert_parallel=self._whole)
         num_seqs, page_size = max(*request.rows, 256), EngineConfig.page_size
         sizes = Sizes(self.part, num_seqs, request.tokens, spec.max_position, page_size, ITEM)
         allowed = int(EngineConfig.gpu_memory_utilization * memory_bytes(request.target))
@@ -75,6 +77,7 @@ class Step:
             kv_cache_memory_bytes=account(allowed, weights, sizes).for_pages,
             fast_norm=request.fast_norm,
             tensor_parallel_size=request.tensor_parallel_size,
+            enable_expert_parallel=request.enable_expert_parallel,
         )
         self.config = resolve_config(config, spec, jnp.dtype(jnp.bfloat16))
         self.shape: RunnerShape = shape_of(self.config)
@@ -134,7 +137,10 @@ class Step:
 
     def traffic(self, case: Case) -> list[Traffic]:
         shape = self.shape
-        return traffic_of(self.part, case, self.request.target, shape.num_pages + 1, shape.page_size, shape.table_width)
+        size, num_tokens = self.placement.size, case.bucket.num_tokens
+        experts = experts_of(self.part, num_tokens, size, expert_parallel=self._whole)
+        sizes = (shape.num_pages + 1, shape.page_size, shape.table_width)
+        return traffic_of(self.part, case, self.request.target, *sizes, experts)
 
     def _abstract(self, tree: Any, partition: jax.sharding.PartitionSpec = WHOLE) -> Any:
         sharding = jax.sharding.NamedSharding(self._mesh, WHOLE if self.placement.size == 1 else partition)
@@ -143,7 +149,7 @@ class Step:
     def _cut(self, path: Any, whole: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """A parameter as the engine cuts it."""
         keys, size = tuple(key.key for key in path), self.placement.size
-        part = jax.eval_shape(lambda x: part_of(keys, x, self.spec, size, 0), whole)
+        part = jax.eval_shape(lambda x: part_of(keys, x, self.spec, size, 0, expert_parallel=self._whole), whole)
         if part is None:
             return self._abstract(whole)
         return self._abstract(jax.ShapeDtypeStruct((size, *part.shape), part.dtype), CUT)

@@ -29,6 +29,10 @@ class Link(Source, Protocol):
     """A prefill engine, here or in another process."""
 
     @property
+    def address(self) -> str | None:
+        """HOST:PORT of one in another process."""
+
+    @property
     def alive(self) -> bool:
         """It is there, and makes steps if it has any to make."""
 
@@ -145,6 +149,14 @@ class Disaggregated(ServingEngine):
                 answers=False,
             )
         return by_engine
+
+    def stats(self) -> EngineStats:
+        """Of the engine that answers."""
+        return self.decode.stats()
+
+    @property
+    def peers(self) -> dict[str, bool]:
+        return {link.address: link.alive for link in self.links if link.address is not None}
 
     @property
     def healthy(self) -> bool:

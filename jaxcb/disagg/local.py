@@ -31,6 +31,10 @@ class LocalLink:
         self._desk = service.open(self)
 
     @property
+    def address(self) -> None:
+        return None
+
+    @property
     def alive(self) -> bool:
         return self._service.works and not self._is_broken
 

@@ -67,6 +67,11 @@ class RemoteLink:
         threading.Thread(target=self._beat, name="jaxcb-kv-beat", daemon=True).start()
 
     @property
+    def address(self) -> str:
+        host, port = self._address
+        return f"{host}:{port}"
+
+    @property
     def alive(self) -> bool:
         return self._session is not None and self._works
 

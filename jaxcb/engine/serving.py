@@ -99,6 +99,11 @@ class ServingEngine(abc.ABC):
         return EngineStats.total([stats for stats in self.stats_by_engine().values() if stats.answers])
 
     @property
+    def peers(self) -> dict[str, bool]:
+        """Engines of other processes that compute prompts for this one, by address, and whether each is there."""
+        return {}
+
+    @property
     @abc.abstractmethod
     def healthy(self) -> bool:
         """Requests can be answered. Where several engines can answer, one that has failed doesn't change that: each

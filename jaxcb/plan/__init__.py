@@ -1,4 +1,5 @@
-"""The capacity planner: what a model on a card can serve, in closed formulas over the simulator's step-time model.
+"""The capacity planner: what a model on a card, or on several, can serve, in closed formulas over the simulator's
+step-time model.
 
 ``python -m jaxcb.plan`` prints it. No jax comes in here, and no weights: a plan takes milliseconds.
 """

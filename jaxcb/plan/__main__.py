@@ -13,8 +13,17 @@ from jaxcb.plan.capacity import Capacity, Workload
 from jaxcb.plan.cli import parse
 from jaxcb.plan.models import find_model
 from jaxcb.plan.prefix_curve import prefix_curve
+from jaxcb.plan.shapes import shapes_of
 from jaxcb.sim.gpus import GPUS
 from jaxcb.sim.trace import WORKLOADS
+
+_LIMITS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,11 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _capacity(options: argparse.Namespace) -> None:
-    names = ("max_num_seqs", "max_model_len", "gpu_memory_utilization")
-    config = EngineConfig(**{name: getattr(options, name) for name in names if getattr(options, name) is not None})
-    capacity = Capacity(find_model(options.model), GPUS[options.gpu], config)
-    typical = WORKLOADS[options.workload]
-    workload = Workload(options.prompt or typical.prompt.mean, options.output or typical.output.mean)
+    capacity = Capacity(find_model(options.model), GPUS[options.gpu], _config(options))
+    workload = _workload(options)
     context = round(workload.prompt + workload.output)
     lines = [
         *report.memory_lines(capacity, workload),
@@ -53,6 +59,26 @@ def _capacity(options: argparse.Namespace) -> None:
     if options.lengths is not None:
         lines += ["", *report.static_lines(options.lengths)]
     print("\n".join(lines))
+
+
+def _shapes(options: argparse.Namespace) -> None:
+    model, gpu, workload = find_model(options.model), GPUS[options.gpu], _workload(options)
+    shapes = shapes_of(model, gpu, options.num_gpus, workload, _config(options))
+    print(
+        f"{model.name} in bfloat16 on {options.num_gpus} x {gpu.name}, requests of {workload.prompt:,.0f} + "
+        f"{workload.output:,.0f} tokens\n"
+    )
+    print("\n".join(report.shape_table(shapes, workload, options.rate)))
+
+
+def _config(options: argparse.Namespace) -> EngineConfig:
+    given = {name: getattr(options, name, None) for name in _LIMITS}
+    return EngineConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    typical = WORKLOADS[options.workload]
+    return Workload(options.prompt or typical.prompt.mean, options.output or typical.output.mean)
 
 
 def _static(options: argparse.Namespace) -> None:
@@ -114,6 +140,7 @@ def _prefix(options: argparse.Namespace) -> None:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "capacity": _capacity,
+    "shapes": _shapes,
     "static": _static,
     "requests": _requests,
     "chunk": _chunk,

@@ -59,10 +59,10 @@ class RatePoint(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """``model`` in bfloat16 on one ``gpu`` under ``config``.
+    """``model`` in bfloat16 on one ``gpu`` under ``config``, or cut over ``tensor_parallel_size`` of them.
 
     Raises:
-        ConfigError: the model is larger than the card, or the config doesn't fit it.
+        ConfigError: the model is larger than the cards, doesn't divide among them, or the config doesn't fit it.
     """
 
     model: ModelShape
@@ -74,17 +74,27 @@ class Capacity:
         self.limits  # noqa: B018  # refuses what can't work
 
     @property
+    def num_gpus(self) -> int:
+        return self.config.tensor_parallel_size
+
+    @property
+    def part(self) -> ModelShape:
+        """What one card has of the model."""
+        return self.model.part(self.num_gpus)
+
+    @property
     def limits(self) -> SchedulerLimits:
         """What the engine would choose."""
-        return limits_on(self.gpu, self.model, self.config)
+        return limits_on(self.gpu, self.part, self.config)
 
     @property
     def step_time(self) -> StepTimeModel:
-        return StepTimeModel.of(self.model, self.gpu, overhead_s=self.overhead_s)
+        return StepTimeModel.of(self.part, self.gpu, overhead_s=self.overhead_s, num_gpus=self.num_gpus)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.model.kv_bytes_per_token(BFLOAT16_BYTES)
+        """On one card."""
+        return self.part.kv_bytes_per_token(BFLOAT16_BYTES)
 
     @property
     def num_kv_tokens(self) -> int:
@@ -111,20 +121,26 @@ class Capacity:
         """
         chunk = min(workload.prompt, max(self.limits.max_num_batched_tokens - batch, 1.0))
         share = min(prompts * workload.prompt / chunk, 1.0)
-        return (1 - share) * self.decode_s(batch, workload.mean_context) + share * self._chunk_s(
+        return (1 - share) * self.decode_s(batch, workload.mean_context) + share * self.chunk_s(
             batch, prompts / share if share else 0.0, workload
         )
 
-    def _chunk_s(self, batch: float, prompts: float, workload: Workload) -> float:
+    def chunk_s(self, batch: float, prompts: float, workload: Workload) -> float:
         """A step of ``batch`` decodes and so many whole prompts, or a part of one."""
         tokens = prompts * workload.prompt
         decoded = batch * workload.mean_context
         return self.step_time.step_s(_load(batch + tokens, decoded + tokens, decoded + tokens * workload.prompt / 2))
 
+    def longest_step_s(self, batch: float, workload: Workload) -> float:
+        """A step of ``batch`` decodes with as much of a prompt as the token budget lets in."""
+        chunk = min(workload.prompt, max(self.limits.max_num_batched_tokens - batch, 1.0))
+        return self.chunk_s(batch, chunk / workload.prompt, workload)
+
     def token_s(self, context: float = 0.0) -> float:
         """Prefill of one token in a step that is bound by computing."""
         model = self.step_time
-        return model.flops_per_token / model.flops + model.attention_flops_per_pair * context / model.attention_flops
+        attention_s = model.attention_flops_per_pair * context / model.attention_flops
+        return model.flops_per_token / model.flops + attention_s + model.sum_s_per_token
 
     def at_batch(self, batch: int, workload: Workload) -> BatchPoint:
         """``batch`` sequences at a time. Each takes ``output`` steps, so batch / output prompts begin with a step."""
@@ -167,7 +183,7 @@ class Capacity:
             itl_s = self.mixed_s(max(batch, 1.0), min(rate * itl_s, batch / workload.output + 1), workload)
         chunk = min(workload.prompt, max(self.limits.max_num_batched_tokens - batch, 1.0))
         num_chunks = math.ceil(workload.prompt / chunk)
-        first_s = num_chunks * self._chunk_s(batch, 1 / num_chunks, workload)
+        first_s = num_chunks * self.chunk_s(batch, 1 / num_chunks, workload)
         busy = min(rate * workload.prompt * self.token_s(workload.prompt / 2), 0.999)
         return RatePoint(
             utilization=rate / self.most_requests_per_s(workload),

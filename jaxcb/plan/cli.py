@@ -10,7 +10,7 @@ from jaxcb.sim.gpus import GPUS
 from jaxcb.sim.models import MODELS
 from jaxcb.sim.trace import WORKLOADS
 
-COMMANDS = ("capacity", "static", "requests", "chunk", "swap", "prefix")
+COMMANDS = ("capacity", "shapes", "static", "requests", "chunk", "swap", "prefix")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     add = functools.partial(commands.add_parser, formatter_class=wide, allow_abbrev=False)
     _add_capacity(add("capacity", help="memory, throughput, latency and budgets of a model on a GPU"))
+    _add_shapes(add("shapes", help="ways to put a model on several GPUs, side by side"))
 
     static = add("static", help="utilization of a static batch of such lengths, against continuous batching")
     static.add_argument("lengths", type=_lengths, metavar="N,N,...", help="tokens of each answer")
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_machine(parser: argparse.ArgumentParser) -> None:
+def _add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--model",
@@ -72,21 +73,43 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(MODELS)} (default 8b), a directory with config.json, or a hub id",
     )
     machine.add_argument("--gpu", choices=GPUS, default="h100", help="default h100")
+    return machine
 
 
-def _add_capacity(parser: argparse.ArgumentParser) -> None:
-    _add_machine(parser)
+def _add_workload(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     workload = parser.add_argument_group("workload")
     workload.add_argument("--workload", choices=WORKLOADS, default="sharegpt", help="mean lengths of; default sharegpt")
     workload.add_argument("--prompt", type=_count, metavar="N", help="tokens of a prompt instead")
     workload.add_argument("--output", type=_count, metavar="N", help="tokens of an answer instead")
     workload.add_argument("--rate", type=_positive, metavar="R", help="requests/s: prints TTFT and ITL at that rate")
-    workload.add_argument("--lengths", type=_lengths, metavar="N,N,...", help="of answers: prints static utilization")
+    return workload
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--itl-ms", type=_positive, metavar="MS", help="prints the largest token budget that holds it")
     limits.add_argument("--max-num-seqs", type=_count, metavar="N", help="most sequences in a step; default 256")
+    limits.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="most tokens in a step")
     limits.add_argument("--max-model-len", type=_count, metavar="N", help="most tokens of a prompt and its answer")
     limits.add_argument("--gpu-memory-utilization", type=_positive, metavar="F", help="default 0.92")
+    return limits
+
+
+def _add_shapes(parser: argparse.ArgumentParser) -> None:
+    machine = _add_machine(parser)
+    machine.add_argument("--num-gpus", type=_count, default=2, metavar="N", help="of one machine; default 2")
+    _add_workload(parser)
+    _add_limits(parser)
+
+
+def _add_capacity(parser: argparse.ArgumentParser) -> None:
+    machine = _add_machine(parser)
+    machine.add_argument(
+        "--tensor-parallel-size", "-tp", type=_count, metavar="N", help="GPUs that the model is cut over; default 1"
+    )
+    workload = _add_workload(parser)
+    workload.add_argument("--lengths", type=_lengths, metavar="N,N,...", help="of answers: prints static utilization")
+    limits = _add_limits(parser)
+    limits.add_argument("--itl-ms", type=_positive, metavar="MS", help="prints the largest token budget that holds it")
 
 
 def _positive(text: str) -> float:

@@ -44,6 +44,8 @@ def shape_of(name: str, spec: ModelSpec) -> ModelShape:
         spec.num_layers,
         spec.q_size,
         spec.kv_size,
+        spec.hidden_size,
+        spec.head_dim,
         spec.max_position,
         spec.num_expert_params,
         spec.expert_share,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Mapping
+
+from jaxcb.errors import ConfigError
 from jaxcb.plan.capacity import Capacity, Workload
 from jaxcb.plan.formulas import static_utilization
+from jaxcb.plan.shapes import Shape
 from jaxcb.sim.step_time import BFLOAT16_BYTES
 
 
@@ -11,16 +16,48 @@ def memory_lines(capacity: Capacity, workload: Workload) -> list[str]:
     """Weights, KV, and how many requests they leave room for."""
     model, limits = capacity.model, capacity.limits
     full = workload.prompt + workload.output
+    cards, each = ("one", "") if capacity.num_gpus == 1 else (f"{capacity.num_gpus} x", " on each")
     return [
-        f"{model.name} in bfloat16 on one {capacity.gpu.name}, requests of {workload.prompt:,.0f} + "
+        f"{model.name} in bfloat16 on {cards} {capacity.gpu.name}, requests of {workload.prompt:,.0f} + "
         f"{workload.output:,.0f} tokens",
         "",
-        f"weights        {model.num_params * BFLOAT16_BYTES / 1e9:.1f} GB of {capacity.gpu.memory_bytes / 1e9:.0f} GB",
-        f"KV cache       {capacity.kv_bytes_per_token / 1e3:.1f} KB a token; {limits.num_kv_pages:,} pages of "
+        f"weights        {_weights_gb(capacity):.1f} GB of {capacity.gpu.memory_bytes / 1e9:.0f} GB{each}",
+        f"KV cache       {capacity.kv_bytes_per_token / 1e3:.1f} KB a token{each}; {limits.num_kv_pages:,} pages of "
         f"{limits.page_size} hold {capacity.num_kv_tokens:,} tokens",
         f"at once        {capacity.most_requests(workload.mean_context):,} requests at their mean context of "
         f"{workload.mean_context:,.0f} tokens, {capacity.most_requests(full):,} if all were at their end",
     ]
+
+
+def shape_table(shapes: Mapping[str, Shape | ConfigError], workload: Workload, rate: float | None) -> list[str]:
+    """A line for each shape, with its times where a rate is given; below them, why some don't work."""
+    times = "" if rate is None else f"{'ITL':>9}{'longest':>9}{'TTFT':>9}"
+    units = "" if rate is None else f"{f'ms at {rate:g} req/s':>27}"
+    lines = [
+        f"{'':32}{'weights':>11}{'KV tokens':>12}{'requests/s':>12}{times}",
+        f"{'':32}{'GB a card':>11}{'':12}{'at most':>12}{units}",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, shape in shapes.items():
+        if isinstance(shape, ConfigError):
+            reasons.setdefault(str(shape), []).append(name)
+            continue
+        most = shape.most_requests_per_s(workload)
+        line = f"{name:32}{_weights_gb(shape.engine):11.1f}{shape.num_kv_tokens:12,}{most:12.2f}"
+        if rate is not None and rate < most:
+            point = shape.at_rate(rate, workload)
+            line += "".join(f"{s * 1e3:9.1f}" for s in (point.itl_s, point.longest_gap_s, point.ttft_s))
+        elif rate is not None:
+            line += f"{'the queue grows':>27}"
+        lines.append(line)
+    for reason, names in reasons.items():
+        lines += ["", *textwrap.wrap(f"{', '.join(names)}: {reason}", 100)]
+    return lines
+
+
+def _weights_gb(capacity: Capacity) -> float:
+    """On one card."""
+    return capacity.part.num_params * BFLOAT16_BYTES / 1e9
 
 
 def batch_table(capacity: Capacity, workload: Workload) -> list[str]:

@@ -79,6 +79,7 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Part of the KV pages in use by requests, 0 to 1.", used)
         up = {name: stats.state == "ok" for name, stats in parts.items()}
+        up |= {f"prefill at {address}": alive for address, alive in self._engine.peers.items()}
         yield self._gauge("jaxcb:engine_up", "1 while the engine makes steps, or has none to make.", up)
         pages = {n: {"used": s.kv_pages_used, "cached": s.kv_pages_cached} for n, s in parts.items()}
         yield self._pages("jaxcb:kv_pages", "KV pages by state.", _each(parts, "kv_pages_total"), pages)

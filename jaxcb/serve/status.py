@@ -20,7 +20,8 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """``status`` is "ok", or "degraded" where some of several engines don't work; ``engines``: the state of each."""
+    """``status`` is "ok", or "degraded" where some of several engines don't work; ``engines``: the state of each. Those
+    that only compute prompts, for others, are called prefill, and those in other processes go by their address."""
 
     status: str
     engines: dict[str, str]
@@ -65,6 +66,7 @@ async def health(request: Request) -> Response:
         stalled_s = engine.stats().stalled_s
         message = f"There is work, and no step was done for {stalled_s:.0f} seconds."
         return error_response(ApiError(503, message, code="engine_stalled"))
+    states |= {f"prefill at {address}": "ok" if alive else "lost" for address, alive in engine.peers.items()}
     if len(states) == 1:
         return json_response(Status("ok"))
     return json_response(Health("ok" if set(states.values()) == {"ok"} else "degraded", states))

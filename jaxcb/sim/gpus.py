@@ -22,6 +22,8 @@ class Gpu:
     """As the data sheet names it, in units of 10^9."""
     host_bandwidth: float
     """Of the link to the host's memory, bytes/s one way: what swapping pays."""
+    peer_bandwidth: float
+    """Of the links to the other cards of its machine, bytes/s one way: what all-reduces and hand-overs pay."""
     network_bandwidth: float
     """Of the card's share of the network between machines, bytes/s: what sending KV to another machine pays."""
     watts: float
@@ -44,6 +46,7 @@ class Gpu:
 
 
 # Data sheets of the A100 80GB SXM, H100 SXM, H200 SXM and L4 (NVIDIA); where they name the sparse peak, half of it.
+# Links between cards: NVLink 3 (600 GB/s both ways together) and 4 (900 GB/s); an L4 has its PCIe.
 # Host links: PCIe Gen4 x16 (32 GB/s), Gen5 x16 (64 GB/s). Networks: 200 and 400 Gbit/s a card in a DGX A100 and H100,
 # 100 Gbit/s for a machine of L4s, an assumption.
 GPUS = {
@@ -53,6 +56,7 @@ GPUS = {
         peak_bandwidth=2.039e12,
         memory_bytes=80e9,
         host_bandwidth=32e9,
+        peer_bandwidth=300e9,
         network_bandwidth=25e9,
         watts=400.0,
         usd_per_hour=17.6 / 8,
@@ -63,6 +67,7 @@ GPUS = {
         peak_bandwidth=3.35e12,
         memory_bytes=80e9,
         host_bandwidth=64e9,
+        peer_bandwidth=450e9,
         network_bandwidth=50e9,
         watts=700.0,
         usd_per_hour=38.0 / 8,
@@ -73,6 +78,7 @@ GPUS = {
         peak_bandwidth=4.8e12,
         memory_bytes=141e9,
         host_bandwidth=64e9,
+        peer_bandwidth=450e9,
         network_bandwidth=50e9,
         watts=700.0,
     ),
@@ -82,6 +88,7 @@ GPUS = {
         peak_bandwidth=0.3e12,
         memory_bytes=24e9,
         host_bandwidth=32e9,
+        peer_bandwidth=32e9,
         network_bandwidth=12.5e9,
         watts=72.0,
         flops_fraction=0.5,

@@ -11,6 +11,8 @@ from jaxcb.sim.gpus import Gpu
 from jaxcb.sim.models import Model
 
 BFLOAT16_BYTES = 2
+SUM_LATENCY_S = 10e-6
+"""Of an all-reduce of few bytes between the cards of a machine. An assumption: nothing here ran on several."""
 
 
 class StepTime(Protocol):
@@ -24,7 +26,7 @@ class StepTime(Protocol):
 class StepTimeModel:
     """t = max(weight_bytes_read(tokens) / bandwidth, flops_per_token * tokens / flops)
          + kv_bytes_per_token * kv_tokens / kv_bandwidth
-         + attention_flops_per_pair * pairs / attention_flops + overhead_s
+         + attention_flops_per_pair * pairs / attention_flops + sum_s_per_token * tokens + overhead_s
 
     The matrix products read every weight once, whatever the number of tokens (of experts those that a token takes), so
     they take the longer of reading and computing. Attention reads the KV of each sequence on its own; sliding windows
@@ -53,10 +55,19 @@ class StepTimeModel:
     """Of ``weight_bytes`` those of the experts."""
     expert_share: float = 1.0
     """The part of the experts that a token takes."""
+    sum_s_per_token: float = 0.0
+    """What a token adds to the all-reduces of a model that is cut over several cards."""
 
     @classmethod
-    def of(cls, model: Model, gpu: Gpu, *, overhead_s: float = 500e-6) -> StepTimeModel:
-        """``model`` in bfloat16 on one ``gpu``. The default overhead is an assumption, not a measurement."""
+    def of(cls, model: Model, gpu: Gpu, *, overhead_s: float = 500e-6, num_gpus: int = 1) -> StepTimeModel:
+        """``model`` in bfloat16 on one ``gpu``. The default overhead is an assumption, not a measurement.
+
+        Arguments:
+            num_gpus: under tensor parallel ``model`` is the part that each of so many has. They add up twice a layer,
+                and once for the embedding; in a ring each sends 2 (N - 1) / N of what is added up.
+        """
+        num_sums = 2 * model.num_layers + 1 if num_gpus > 1 else 0
+        sent = 2 * (num_gpus - 1) / num_gpus * model.hidden_size * BFLOAT16_BYTES
         return cls(
             weight_bytes=model.num_params * BFLOAT16_BYTES,
             flops_per_token=2 * model.num_active_params,
@@ -64,11 +75,12 @@ class StepTimeModel:
             attention_flops_per_pair=4 * model.num_layers * model.q_size,
             bandwidth=gpu.bandwidth,
             flops=gpu.flops,
-            overhead_s=overhead_s,
+            overhead_s=overhead_s + num_sums * SUM_LATENCY_S,
             kv_bandwidth=gpu.bandwidth,
             attention_flops=gpu.flops,
             expert_bytes=model.num_expert_params * BFLOAT16_BYTES,
             expert_share=model.expert_share,
+            sum_s_per_token=num_sums * sent / (gpu.peer_bandwidth * gpu.bandwidth_fraction),
         )
 
     @classmethod
@@ -101,7 +113,8 @@ class StepTimeModel:
         products_s = max(read_s, self.flops_per_token * load.num_tokens / self.flops)
         kv_s = self.kv_bytes_per_token * load.kv_tokens / self.kv_bandwidth
         attention_s = self.attention_flops_per_pair * load.num_pairs / self.attention_flops
-        return products_s + kv_s + attention_s + self.overhead_s
+        sums_s = self.sum_s_per_token * load.num_tokens
+        return products_s + kv_s + attention_s + sums_s + self.overhead_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 
 from bench import audit
 from bench.audit import Audited, promises
-from bench.audit_cases import MODELS, Case, floor_of, spec_of, splits_of, traffic_of
+from bench.audit_cases import Case, Experts, experts_of, floor_of, spec_of, splits_of, traffic_of
 from bench.hlo import Kernel, Shape
 from jaxcb.step.buckets import Bucket
 
@@ -122,7 +122,7 @@ def request(model: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.parametrize("fast_norm", [False, True])
-@pytest.mark.parametrize("model", sorted(MODELS))
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-0.6b"])
 def test_the_engines_step_keeps_every_promise(plugin, model, fast_norm):
     """Three layers of each model: with so few the head and the sampler weigh more than in the whole model."""
     steps = list(audit.compile_steps(request(model, fast_norm=fast_norm), plugin))
@@ -142,6 +142,31 @@ def test_a_cut_models_step_adds_up_twice_a_layer_in_one_graph(plugin, size):
         assert audited.sums == 13, "two a layer and the embedding's"
         bytes_of_few_layers = {what for what in broken(audited) if what.startswith("bytes at most")}
         assert set(broken(audited)) == bytes_of_few_layers
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_step_with_whole_experts_keeps_every_promise(plugin, size):
+    """A budget of other sizes than the model has."""
+    changes = {"rows": (32,), "tokens": 1536, "tensor_parallel_size": size, "enable_expert_parallel": size > 1}
+    for audited in audit.compile_steps(request("qwen3-30b-a3b", **changes), plugin):
+        assert audited.sums == (0 if size == 1 else 7)
+        bytes_of_few_layers = {what for what in broken(audited) if what.startswith("bytes at most") and size == 4}
+        assert set(broken(audited)) == bytes_of_few_layers
+
+
+def test_a_device_reads_the_experts_that_are_taken_of_its_own():
+    spec = spec_of("qwen3-30b-a3b", 4)
+    assert experts_of(spec, 1) == Experts(128, pytest.approx(8), pytest.approx(8))
+    own = experts_of(spec, 32, 4, expert_parallel=True)
+    assert own == Experts(32, pytest.approx(32 * (1 - (15 / 16) ** 32)), 2)
+    assert experts_of(SPEC, 32) == Experts(1, 1, 1)
+    one, many = (floor_of(spec, Case(Bucket(n, n, True), 1024), fast_norm=False).weights for n in (1, 10_000))
+    assert many - one == pytest.approx(2 * 4 * 120 * 3 * 2048 * 768)
+    moved = {entry.dims: entry for entry in traffic_of(spec, DECODE, "h200", 1000, 16, 64, own)}
+    assert moved[32, 2 * 768, 2048].read == own.taken * 2 * 768 * 2048 * 2
+    assert moved[32 * 8, 2048].written == 32 * 2 * 2048 * 2, "a quarter of the rows"
 
 
 def test_a_missing_or_extra_sum_over_devices_is_seen():

@@ -1,3 +1,9 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -6,6 +12,7 @@ from bench.disagg import SYSTEMS, Run, goodput
 from jaxcb.scheduler import SchedulerLimits
 from jaxcb.sim.disaggregated import Network
 from jaxcb.sim.step_time import LinearStepTime
+from tests.serve.process import ROOT
 
 
 def limits(**changes: object) -> SchedulerLimits:
@@ -37,3 +44,33 @@ def test_a_summary_holds_percentiles_over_all_rounds():
     assert summary["itl_p50_ms"] == pytest.approx(1) and summary["itl_p100_ms"] == pytest.approx(100)
     assert summary["ttft_p50_s"] == pytest.approx(2)
     assert summary["itl_p99_ms_median_round"] == pytest.approx(np.mean([1, 100]))
+
+
+SMALL = """
+    --dtype float32 --max-num-seqs 3 --max-num-batched-tokens 32 --max-model-len 128 --rounds 1 --answers 1 --prompts 2
+    --prompt-tokens 64 --prompt-answer 1 --every 0.01 --requests 20 --rates 1
+"""
+
+
+@pytest.mark.slow
+def test_all_of_it_is_measured_with_a_small_model(tiny: Path, tmp_path: Path):
+    """In a process of its own, whose CPU counts as two devices."""
+    command = [
+        sys.executable,
+        "-m",
+        "bench.disagg",
+        "--model",
+        str(tiny),
+        "--json",
+        str(tmp_path / "result"),
+        *SMALL.split(),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result").read_text())
+    assert set(result["systems"]) == set(SYSTEMS)
+    assert all(one["itl_p99_ms"] > 0 and one["ttft_p50_s"] > 0 for one in result["systems"].values())
+    assert result["transfer"]["requests"] > 0 and 0 <= result["transfer"]["hidden"] <= 1
+    assert result["goodput"][0]["rate"] == 1 and "hidden" in done.stdout

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,12 +14,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxcb.disagg import PromptService
-from jaxcb.disagg.connector import connector_of
-from jaxcb.disagg.identity import identity_of
+from jaxcb.disagg.connector import CONNECTORS, connector_of
+from jaxcb.disagg.identity import WORDS, difference, identity_of
 from jaxcb.disagg.remote import RemoteLink
 from jaxcb.disagg.server import PrefillServer
 from jaxcb.disagg.wire import Channel
@@ -35,6 +39,7 @@ from tests.disagg.run import (
     tokens_of,
     wait_for,
 )
+from tests.engine.test_logits_processors import PROCESSORS
 
 LONG = [[(7 * i * j + 3 * j) % 250 for j in range(500)] for i in range(1, 5)]
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
@@ -90,12 +95,17 @@ def test_the_answers_are_those_of_one_engine_whatever_is_asked_for(prefill, deco
     assert given[12][1].logprobs.top_ids.tolist() == expected[12][1].logprobs.top_ids.tolist()
 
 
-def test_a_prefill_process_is_killed_at_every_stage_and_no_answer_differs(decode, plain):
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_a_prefill_process_is_killed_at_every_stage_and_no_answer_differs(decode, plain, connector):
     expected = tokens_of(answers(plain, LONG, [GREEDY] * 4))
-    process = Process("prefill", "0", "--delay-s", "0.03")
+    slow = ("--connector", connector, "--delay-s", "0.03")
+    process = Process("prefill", "0", *slow)
     port = process.told("port")
-    with linked(decode, ("127.0.0.1", port)) as front:
+    with linked(decode, ("127.0.0.1", port), connector) as front:
         [link] = front.links
+        before = decode.handovers.incoming.totals.requests
+        assert tokens_of(answers(front, LONG, [GREEDY] * 4)) == expected
+        assert decode.handovers.incoming.totals.requests - before == 4
         for stage in ("chunks", "before the ack", "decoding", "before"):
             decode.reset_prefix_cache()
             pages = decode.handovers.incoming.totals.pages
@@ -118,33 +128,17 @@ def test_a_prefill_process_is_killed_at_every_stage_and_no_answer_differs(decode
             assert_nothing_is_held(decode)
             wait_for(lambda: not link.alive)
             if stage in ("chunks", "before the ack"):  # it is started again, and found
-                process = Process("prefill", str(port), "--delay-s", "0.03")
+                process = Process("prefill", str(port), *slow)
                 process.told("port")
                 wait_for(lambda: link.alive)
 
 
-def test_jax_s_transfer_server_carries_pages_too_and_outlives_a_killed_peer(decode, plain):
-    expected = tokens_of(answers(plain, LONG, [GREEDY] * 4))
-    process = Process("prefill", "0", "--connector", "transfer", "--delay-s", "0.03")
-    with linked(decode, ("127.0.0.1", process.told("port")), "transfer") as front:
-        before = decode.handovers.incoming.totals.requests
-        assert tokens_of(answers(front, LONG, [GREEDY] * 4)) == expected
-        assert decode.handovers.incoming.totals.requests - before == 4
-        decode.reset_prefix_cache()
-        pages = decode.handovers.incoming.totals.pages
-        results: list[list[list[list[int]]]] = []
-        answering = threading.Thread(target=lambda: results.append(tokens_of(answers(front, LONG, [GREEDY] * 4))))
-        answering.start()
-        wait_for(lambda: decode.handovers.incoming.totals.pages > pages)
-        process.kill()
-        answering.join()
-        assert results == [expected]
-
-
+@pytest.mark.parametrize("connector", ["shm", pytest.param("transfer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", ["chunks", "before the ack", "decoding"])
-def test_a_decode_process_is_killed_and_the_prefill_engine_frees_its_pages(prefill, stage):
-    with serving(prefill) as server:
-        process = Process("decode", str(server.address[1]), *(["--no-acks"] if stage == "before the ack" else []))
+def test_a_decode_process_is_killed_and_the_prefill_engine_frees_its_pages(prefill, stage, connector):
+    with serving(prefill, connector) as server:
+        no_acks = ["--no-acks"] if stage == "before the ack" else []
+        process = Process("decode", str(server.address[1]), "--connector", connector, *no_acks)
         process.told("pages")
         if stage == "before the ack":
             wait_for(lambda: prefill.stats().kv_pages_used > 0 and prefill.idle)
@@ -176,17 +170,8 @@ def test_sides_that_do_not_fit_are_refused_with_the_reason(prefill, decode, make
     with serving(prefill, secret="right") as server:
         for changes, secret, words in (
             ({}, "wrong", "--kv-secret"),
-            ({"jaxcb": "0.0.1"}, "right", "versions of jaxcb: '0.0.1' here"),
-            ({"devices": "2"}, "right", r"numbers of devices \(tensor_parallel_size\): '2' here, '1' there"),
-            ({"jax": "0.1"}, "right", "different versions of jax: '0.1' here"),
-            (
-                {"experts": "True", "weights": "0"},
-                "right",
-                r"ways to share experts out .*: 'True' here",
-            ),
-            ({"weights": "0"}, "right", "different weights of the model"),
-            ({"page": "2x2x8x2x16 float32"}, "right", "different pages"),
-            ({"connector": "transfer"}, "right", "different connectors: 'transfer' here, 'shm' there"),
+            *(({name: "7"}, "right", f"different {re.escape(words)}: '7' here") for name, words in WORDS.items()),
+            ({"experts": "True", "weights": "0"}, "right", r"ways to share experts out .*: 'True' here"),
         ):
             with pytest.raises(ConfigError, match=words) as error:
                 RemoteLink(
@@ -199,6 +184,22 @@ def test_sides_that_do_not_fit_are_refused_with_the_reason(prefill, decode, make
         connector_of("rdma")
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match="--kv-listen"):
         PrefillServer(PromptService(prefill), {}, connector_of("shm"), other.getsockname()[:2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"deterministic": True}, "settings"),
+        ({"logprobs_mode": "processed"}, "settings"),
+        ({"backend": "triton"}, "settings"),
+        ({"logits_processors": PROCESSORS}, "processors"),
+    ],
+)
+def test_whatever_would_make_other_kv_or_tokens_is_a_difference(decode, changes, name):
+    parts = {part: getattr(decode, part) for part in ("spec", "placement", "params", "handovers")}
+    other: Any = SimpleNamespace(config=dataclasses.replace(decode.config, **changes), **parts)
+    reason = difference(identity_of(decode, "shm"), identity_of(other, "shm"))
+    assert reason is not None and f"different {WORDS[name]}" in reason
 
 
 def test_a_stranger_on_the_line_does_no_harm(prefill, decode, plain):

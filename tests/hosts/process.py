@@ -14,13 +14,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcb.beam import BeamParams
 from jaxcb.config import EngineConfig
 from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError
+from jaxcb.generate import beam_search
 from jaxcb.held_model import HeldModel
 from jaxcb.hosts import follow, start
+from jaxcb.models import ModelSpec
 from jaxcb.request import Request, SamplingParams
 from tests.engine.run import complete
+from tests.engine.test_logits_processors import PROCESSORS
 from tests.parallel.cut import CUT, LIMITS, PROMPTS, SAMPLING, logprobs_of
 from tests.text.small_tokenizers import byte_level
 
@@ -29,11 +33,11 @@ def save(params: dict[str, Any], file: Path) -> None:
     file.write_bytes(pickle.dumps(jax.tree.map(np.asarray, params)))
 
 
-def config_of(file: str, **changes: Any) -> EngineConfig:
+def config_of(file: str, spec: ModelSpec = CUT, **changes: Any) -> EngineConfig:
     """Parameters are numpy's: jax isn't started before the hosts have met."""
     params = pickle.loads(Path(file).read_bytes())
-    settings = LIMITS | {"backend": "xla", "kv_transfer": False} | changes
-    return EngineConfig(model=HeldModel(CUT, params, byte_level()), **settings)
+    settings = LIMITS | {"backend": "xla", "kv_transfer": False, "logits_processors": PROCESSORS} | changes
+    return EngineConfig(model=HeldModel(spec, params, byte_level()), **settings)
 
 
 def found_of(engine: Engine) -> dict[str, Any]:
@@ -46,11 +50,20 @@ def found_of(engine: Engine) -> dict[str, Any]:
     several = SamplingParams(n=2, max_tokens=20, temperature=1, seed=9)
     streams = engine.submit_choices(Request(request_id="n", prompt_token_ids=PROMPTS[1], sampling=several))
     choices = [list(stream)[-1].token_ids for stream in streams]
+    stop = outputs[4].text[4:6]
+    stopped = complete(engine, [PROMPTS[4]], SamplingParams(max_tokens=60, temperature=0, stop=[stop]))[0]
+    asked = [
+        SamplingParams(max_tokens=20, temperature=0, extra_args=extra) for extra in ({"count": True}, {"boost": [7, 9]})
+    ]
+    beams = beam_search(PROMPTS[:2], BeamParams(width=3, max_tokens=8), engine=engine, progress=False)
     again = complete(engine, PROMPTS[:3], SAMPLING[:3])
     found = {
         "tokens": tokens,
         "logprobs": logprobs_of(outputs),
         "choices": choices,
+        "stopped": [stopped.text, stopped.stop_reason, str(stopped.finish_reason)],
+        "processed": [output.token_ids for output in complete(engine, PROMPTS[:2], asked)],
+        "beams": [[choice.token_ids for choice in output.choices or ()] for output in beams],
         "embedding": engine.embed(PROMPTS[:2], pooling="mean").tolist(),
         "scores": [score.logprob for score in engine.score([(PROMPTS[0], PROMPTS[2]), (PROMPTS[1], PROMPTS[4])])],
         "cached": sum(output.num_cached_tokens for output in again),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import socket
 import threading
 import time
@@ -11,15 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxcb.config import EngineConfig
+from jaxcb.devices import Placement
+from jaxcb.disagg.identity import difference
 from jaxcb.disagg.wire import Channel, address_of
 from jaxcb.engine import Engine
+from jaxcb.engine.sizing import resolve_config
 from jaxcb.errors import ConfigError, PeerError
 from jaxcb.hosts import follow, follower, identity, leader, link, start
 from jaxcb.hosts.group import devices_of
 from jaxcb.hosts.leader import Leader
+from jaxcb.hosts.prepared import sizes_of
+from tests.engine.conftest import SPEC
+from tests.engine.test_logits_processors import PROCESSORS
 from tests.hosts.run import free_address
 
 starting = importlib.import_module("jaxcb.hosts.start")  # the module, which the package's function hides
@@ -50,11 +58,13 @@ def test_other_shares_are_refused_on_both_sides(changes: dict[str, Any], words: 
         assert f"different {words}" in error
 
 
-def test_another_version_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", identity.program_of(EngineConfig()))
+def test_other_programs_are_refused_on_both_sides(name: str, monkeypatch: pytest.MonkeyPatch):
     ours, address = identity.program_of, free_address()
-    monkeypatch.setattr(leader, "program_of", lambda config: ours(config) | {"jaxcb": "9.9"})
+    monkeypatch.setattr(leader, "program_of", lambda config: ours(config) | {name: "9.9"})
+    reason = f"host 0 (here) and host 1 (there): the two sides have different {identity.WORDS[name]}: '9.9' here"
     for error in errors_of(address, config_of(0, address), config_of(1, address)):
-        assert "host 0 (here) and host 1 (there): the two sides have different versions of jaxcb: '9.9' here" in error
+        assert reason in error
 
 
 def test_a_rank_that_is_taken_or_not_there_is_refused_on_both_sides():
@@ -99,7 +109,13 @@ def next_of(channel: Channel, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("weights", "weights of the model"), ("spec", "models"), ("device", "kinds of devices")]
+    ("name", "words"),
+    [
+        ("weights", "weights of the model"),
+        ("spec", "models"),
+        ("device", "kinds of devices"),
+        ("settings", "settings .backend, dtype"),
+    ],
 )
 def test_another_model_or_device_is_refused_on_both_sides(name: str, words: str):
     address, model = free_address(), {"device": "cpu", "spec": "a", "weights": "b", "settings": "c"}
@@ -113,7 +129,71 @@ def test_another_model_or_device_is_refused_on_both_sides(name: str, words: str)
         reason = f"host 1 .there.: the two sides have different {words}"
         with pytest.raises(ConfigError, match=reason), first.saying_why():
             first.agree(model, 12)
-        assert words in heard.result(30)["reason"]
+        assert re.search(words, heard.result(30)["reason"])
+
+
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "decode_buckets": (8,),
+    "mixed_buckets": (64,),
+    "host_kv_gib": 0.01,
+}
+
+
+def resolved(num_kv_pages: int = 100, **changes: Any) -> EngineConfig:
+    return resolve_config(EngineConfig(num_kv_pages=num_kv_pages, **(SMALL | changes)), SPEC, np.dtype("float32"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_seqs": 4},
+        {"max_num_batched_tokens": 32, "mixed_buckets": (32,)},
+        {"max_model_len": 128},
+        {"page_size": 8},
+        {"decode_buckets": (4, 8)},
+        {"mixed_buckets": (32, 64)},
+        {"host_kv_gib": 0.02},
+        {"kv_transfer": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_host_with_other_sizes_gives_up_with_the_reason(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """Of what it resolves for the number of pages that all agree on."""
+    sent: list[str] = []
+    sizes = {"num_kv_pages": 100, "sizes": sizes_of(resolved())}
+    link: Any = types.SimpleNamespace(send=lambda kind, **_: sent.append(kind), receive=lambda *_: (sizes, b""))
+    prepared = types.SimpleNamespace(
+        identity={}, num_kv_pages=120, resolved=lambda num_kv_pages: resolved(num_kv_pages, **changes)
+    )
+    monkeypatch.setattr(follower, "prepare", lambda *_, **__: prepared)
+    with pytest.raises(ConfigError, match=r"host 1 \(here\) and host 0 .* different sizes of steps and pages"):
+        follower._ready(config_of(1, "a:1"), link, progress=False)
+    assert sent == ["loaded"], "and not ready"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"deterministic": True},
+        {"logprobs_mode": "processed"},
+        {"dtype": "bfloat16"},
+        {"backend": "triton"},
+        {"logits_processors": PROCESSORS},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_settings_that_make_other_programs_are_a_difference(changes: dict[str, Any]):
+    settings = {"backend": "xla", "dtype": "float32"}
+    placement = Placement((jax.local_devices()[0],))
+    ours, theirs = (
+        identity.model_of(SPEC, identity.Weights(), EngineConfig(**(settings | more)), placement)
+        for more in ({}, changes)
+    )
+    reason = difference(ours, theirs, identity.WORDS)
+    assert reason is not None and "different settings (backend, dtype" in reason
 
 
 def test_every_host_has_room_for_the_pages_that_all_take():

@@ -42,7 +42,7 @@ def said(pair: list[Host]) -> dict[str, Any]:
 
 def test_answers_are_those_of_one_device(said):
     whole, over_hosts = said["found"]
-    for name in ("tokens", "choices", "cached"):
+    for name in ("tokens", "choices", "stopped", "processed", "beams", "cached"):
         assert over_hosts[name] == whole[name], name
     for name, most in (("logprobs", LOGPROBS), ("embedding", 1e-5), ("scores", LOGPROBS * 200)):
         np.testing.assert_allclose(over_hosts[name], whole[name], atol=most, err_msg=name)

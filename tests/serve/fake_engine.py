@@ -244,6 +244,7 @@ class FakeEngine:
         self.accepting = True
         self.stalled_s = 0.0
         self.num_resets = 0
+        self.peers: dict[str, bool] = {}
         self.fails = False
         self.step_s = step_s
         self.num_waiting = num_waiting

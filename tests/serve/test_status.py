@@ -40,6 +40,16 @@ def test_an_engine_that_makes_no_steps_is_not_alive_because_another_computes_pro
     assert error_of(client.get("/health"), 503)["code"] == "engine_stalled"
 
 
+def test_a_peer_that_is_lost_is_named(client: TestClient, engine: FakeEngine) -> None:
+    engine.peers = {"10.0.0.1:9": True, "10.0.0.2:9": False}
+    assert client.get("/health").json() == {
+        "status": "degraded",
+        "engines": {"0": "ok", "prefill at 10.0.0.1:9": "ok", "prefill at 10.0.0.2:9": "lost"},
+    }
+    metrics = client.get("/metrics").text
+    assert 'jaxcb:engine_up{engine="prefill at 10.0.0.2:9",model_name="fake-model"} 0.0' in metrics
+
+
 def test_ready_is_no_more_when_a_shutdown_begins_or_in_a_pause(client: TestClient, engine: FakeEngine) -> None:
     assert client.get("/ready").status_code == 200
     engine.paused = True
