@@ -19,9 +19,14 @@ from jaxcb.step.sampled import Wanted
 
 class _Last(NamedTuple):
     slots: Seq[int]
+    starts: Seq[int]
     packed: Packed
     wanted: Wanted
     one_further: Int[np.ndarray, "size"]
+
+    def is_followed_by(self, plan: StepPlan) -> bool:
+        """Whether a step that goes on has the same rows, each a token further."""
+        return self.slots == plan.slots and [start + 1 for start in self.starts] == plan.starts
 
 
 class Packer:
@@ -40,12 +45,12 @@ class Packer:
         if not goes_on(plan):
             self._last = None
             return self._whole(plan, layout)
-        if last is not None and last.slots == plan.slots and last.packed.tokens_until_free > 1:
+        if last is not None and last.packed.tokens_until_free > 1 and last.is_followed_by(plan):
             packed, wanted = layout.pack_next(last.packed, plan, last.one_further), last.wanted
-            self._last = last._replace(packed=packed)
+            self._last = last._replace(starts=plan.starts, packed=packed)
             return packed, wanted
         packed, wanted = self._whole(plan, layout)
-        self._last = _Last(plan.slots, packed, wanted, layout.one_further(plan.num_rows))
+        self._last = _Last(plan.slots, plan.starts, packed, wanted, layout.one_further(plan.num_rows))
         return packed, wanted
 
     def _whole(self, plan: StepPlan, layout: StepLayout) -> tuple[Packed, Wanted]:

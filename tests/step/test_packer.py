@@ -100,3 +100,11 @@ def test_a_step_that_goes_on_is_made_of_the_one_before(monkeypatch: pytest.Monke
         plan, newcomers = host.step(enters, SAMPLING[0], None)
         packer.pack(plan, bucket_of(plan), newcomers)
     assert len(whole) == 3  # two that bring a prompt, and the first without one, though pages come later too
+
+
+def test_a_step_that_is_launched_again_is_packed_as_it_is() -> None:
+    host, packer = Host(), Packer(LAYOUTS, SlotOwners(SLOTS + 1))
+    host.step(2, SAMPLING[0], None)
+    plan, _ = host.step(None, SAMPLING[0], None)
+    first, again = (packer.pack(plan, bucket_of(plan), [])[0].upload for _ in range(2))
+    np.testing.assert_array_equal(first, again)
