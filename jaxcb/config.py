@@ -249,6 +249,8 @@ class EngineConfig(SchedulingKnobs):
         if self.node_rank >= count:
             raise ConfigError(f"node_rank must be less than nnodes {count}, got {self.node_rank}", param="node_rank")
         if count == 1:
+            if self.dist_init_addr is not None:
+                raise ConfigError("dist_init_addr is for several hosts: set nnodes", param="dist_init_addr")
             return
         if self.dist_init_addr is None:
             raise ConfigError(f"nnodes {count} needs dist_init_addr, HOST:PORT of host 0", param="dist_init_addr")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxcb import validation
 from jaxcb.config import EngineConfig
 from jaxcb.devices import placement_of
 from jaxcb.disagg.connector import connector_of
@@ -38,6 +39,8 @@ def start_pairs(
         ModelError: the model can't be found or read.
         ConfigError: the configuration can't work for it, or asks for more devices than there are.
     """
+    for name, count in (("num_prefill", num_prefill), ("num_decode", num_decode)):
+        validation.integer(name, count, low=1, error=ConfigError)
     if not isinstance(config.model, HeldModel):  # whose arrays jax holds already
         host_gib = config.host_kv_gib * (num_prefill + num_decode)
         gpu_memory.start_jax(config.gpu_memory_utilization, host_gib)
@@ -79,21 +82,26 @@ def start_role(
     secret: str = "",
     progress: bool = True,
 ) -> tuple[ServingEngine, PrefillServer | None]:
-    """One engine that works with others in other processes.
+    """One engine that works with others in other processes. None does both: two that had reserved their pages for what
+    the other is to compute would wait for each other.
 
     Arguments:
-        role: "prefill": it listens for decode engines; "decode": it gives its prompts to ``peers``; "both".
+        role: "prefill": it listens for decode engines; "decode": it gives its prompts to ``peers``.
         connector: as for :func:`jaxcb.disagg.connector.connector_of`.
-        listen: HOST:PORT, for "prefill" and "both".
-        peers: HOST:PORT of each, for "decode" and "both".
+        listen: HOST:PORT; of "decode" the host alone matters, where "transfer" is used.
+        peers: HOST:PORT of each, for "decode".
         secret: that both sides must know; empty: none, where only this machine reaches what listens.
 
     Raises:
         ModelError: the model can't be found or read.
         ConfigError: the configuration can't work for it, or a peer can't be reached or doesn't fit.
     """
+    if role not in ("prefill", "decode"):
+        raise ConfigError(f"role must be prefill or decode, got {role!r}", param="kv_role")
+    if bool(peers) != (role == "decode"):
+        raise ConfigError(f"role {role!r} {'takes no peers' if peers else 'needs a peer'}", param="kv_peer")
     here = address_of(listen, "kv_listen")
-    if role != "decode":
+    if role == "prefill":
         check_secret(here[0], secret)
     addresses = [address_of(peer, "kv_peer") for peer in peers]
     engine = Engine.start(dataclasses.replace(config, kv_transfer=True), progress=progress)
@@ -101,17 +109,15 @@ def start_role(
     server, links = None, []
     try:
         identity, way = identity_of(engine, connector), connector_of(connector, here[0])
-        if role in ("prefill", "both"):
+        if role == "prefill":
             server = PrefillServer(PromptService(engine), identity, way, here, secret=secret)
-        if role in ("decode", "both"):
+        else:
             for address in addresses:
                 links.append(RemoteLink(engine, identity, way, address, secret=secret))
             front = Disaggregated(engine, links)
     except BaseException:
         for link in links:
             link.close()
-        if server is not None:
-            server.close()
         engine.shutdown()
         raise
     return front, server

@@ -29,7 +29,7 @@ class Disaggregation:
     counts: tuple[int, int] | None = None
     role: str | None = None
     connector: str = "shm"
-    listen: str = ""
+    listen: str = "127.0.0.1:14579"
     peers: tuple[str, ...] = ()
     secret: str = ""
 
@@ -51,15 +51,20 @@ def disaggregation_of(args: argparse.Namespace) -> Disaggregation:
             "--disaggregate is for engines of this process, --kv-role and --kv-peer for those of others: take one",
             param="disaggregate",
         )
-    if role in ("decode", "both") and not peers:
-        raise ConfigError(f"--kv-role {role} needs --kv-peer: the --kv-listen of a prefill engine", param="kv_peer")
-    if peers and role not in ("decode", "both"):
-        raise ConfigError("--kv-peer is for --kv-role decode or both", param="kv_peer")
+    if role == "decode" and not peers:
+        raise ConfigError("--kv-role decode needs --kv-peer: the --kv-listen of a prefill engine", param="kv_peer")
+    if peers and role != "decode":
+        raise ConfigError("--kv-peer is for --kv-role decode", param="kv_peer")
+    for param in ("kv_listen", "kv_connector") if role is None else ():
+        if getattr(args, param) is not None:
+            raise ConfigError(f"--{param.replace('_', '-')} is for engines with a --kv-role", param=param)
+    if counts is not None or role is not None:
+        _check_alone(args, "kv_role" if counts is None else "disaggregate")
     return Disaggregation(
         counts=counts,
         role=role,
-        connector=args.kv_connector,
-        listen=args.kv_listen,
+        connector=Disaggregation.connector if args.kv_connector is None else args.kv_connector,
+        listen=Disaggregation.listen if args.kv_listen is None else args.kv_listen,
         peers=peers,
         secret=args.kv_secret,
     )
@@ -75,7 +80,6 @@ def start(config: EngineConfig, options: Disaggregation) -> tuple[ServingEngine,
         from jaxcb.cluster import Replicas
         from jaxcb.disagg.start import start_pairs
 
-        _check_alone(config, "disaggregate")
         fronts = start_pairs(config, num_prefill=options.counts[0], num_decode=options.counts[1])
         if len(fronts) == 1:
             return fronts[0], _nothing
@@ -83,7 +87,6 @@ def start(config: EngineConfig, options: Disaggregation) -> tuple[ServingEngine,
     if options.role is not None:
         from jaxcb.disagg.start import start_role
 
-        _check_alone(config, "kv_role")
         engine, server = start_role(
             config,
             role=options.role,
@@ -98,16 +101,17 @@ def start(config: EngineConfig, options: Disaggregation) -> tuple[ServingEngine,
     return start_all(config), _nothing
 
 
-def _check_alone(config: EngineConfig, param: str) -> None:
-    if config.data_parallel_size > 1:
+def _check_alone(args: argparse.Namespace, param: str) -> None:
+    """On every host, of which those that follow the first have no engine to start."""
+    if args.data_parallel_size > 1:
         raise ConfigError(
-            f"--{param.replace('_', '-')} is not for --data-parallel-size {config.data_parallel_size}: "
+            f"--{param.replace('_', '-')} is not for --data-parallel-size {args.data_parallel_size}: "
             "--disaggregate prefill=N,decode=M has several decode engines behind one queue",
             param=param,
         )
-    if config.nnodes > 1:
+    if args.nnodes > 1:
         raise ConfigError(
-            f"--{param.replace('_', '-')} is for engines of one host each, not for --nnodes {config.nnodes}",
+            f"--{param.replace('_', '-')} is for engines of one host each, not for --nnodes {args.nnodes}",
             param=param,
         )
 

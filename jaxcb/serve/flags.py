@@ -153,10 +153,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _add_disaggregation(parser: argparse.ArgumentParser) -> None:
     """Of several processes the README tells."""
-    parser.add_argument("--kv-role", choices=("prefill", "decode", "both"), help=_HIDDEN)
+    parser.add_argument("--kv-role", choices=("prefill", "decode"), help=_HIDDEN)
     parser.add_argument("--kv-peer", nargs="+", default=(), metavar="HOST:PORT", help=_HIDDEN)
-    parser.add_argument("--kv-listen", default="127.0.0.1:14579", metavar="HOST:PORT", help=_HIDDEN)
-    parser.add_argument("--kv-connector", default="shm", choices=("shm", "transfer"), help=_HIDDEN)
+    parser.add_argument("--kv-listen", metavar="HOST:PORT", help=_HIDDEN)
+    parser.add_argument("--kv-connector", choices=("shm", "transfer"), help=_HIDDEN)
     parser.add_argument("--kv-secret", default="", metavar="WORD", help=_HIDDEN)
 
 

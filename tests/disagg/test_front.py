@@ -10,7 +10,9 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from jaxcb.config import EngineConfig
 from jaxcb.disagg import Disaggregated, LocalLink, PromptService
+from jaxcb.disagg.start import start_pairs, start_role
 from jaxcb.engine import Engine
 from jaxcb.errors import ConfigError, EngineStoppedError, RequestError
 from jaxcb.request import FinishReason, Request, SamplingParams
@@ -354,6 +356,23 @@ def test_what_can_not_work_is_refused_by_name(front, plain, prefill, decode):
         Disaggregated(decode, [])
     with pytest.raises(ConfigError, match="kv_transfer"):
         LocalLink(PromptService(plain), decode)
+
+
+@pytest.mark.parametrize(
+    ("start", "asked", "param"),
+    [
+        (start_pairs, {"num_prefill": 0, "num_decode": 1}, "num_prefill"),
+        (start_pairs, {"num_prefill": 1, "num_decode": 0}, "num_decode"),
+        (start_role, {"role": "both", "peers": ("a:1",)}, "kv_role"),
+        (start_role, {"role": "prefill", "peers": ("a:1",)}, "kv_peer"),
+        (start_role, {"role": "decode", "peers": ()}, "kv_peer"),
+    ],
+)
+def test_engines_that_nobody_would_work_for_are_refused_before_a_model_is_loaded(start, asked, param):
+    way = {} if start is start_pairs else {"connector": "shm", "listen": "127.0.0.1:0"}
+    with pytest.raises(ConfigError) as error:
+        start(EngineConfig(model="/nowhere"), **asked, **way)
+    assert error.value.param == param
 
 
 def test_what_an_engine_did_with_hand_overs_and_host_memory_is_planned_the_same_again(

@@ -385,6 +385,7 @@ def test_an_engine_that_was_made_in_vain_is_shut_down(monkeypatch: pytest.Monkey
     [
         ({"dist_init_addr": None}, "dist_init_addr"),
         ({"dist_init_addr": "nowhere"}, "dist_init_addr"),
+        ({"nnodes": 1}, "dist_init_addr"),
         ({"node_rank": 2}, "node_rank"),
         ({"node_rank": 1}, "node_rank"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size"),

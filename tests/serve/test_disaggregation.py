@@ -32,9 +32,12 @@ def test_counts_of_one_process_and_roles_of_several_are_read():
         (("--disaggregate", "prefill=0,decode=1"), "disaggregate"),
         (("--disaggregate", "prefill=1,decode=1", "--kv-role", "prefill"), "disaggregate"),
         (("--kv-role", "decode"), "kv_peer"),
-        (("--kv-role", "both"), "kv_peer"),
         (("--kv-peer", "a:1"), "kv_peer"),
         (("--kv-role", "prefill", "--kv-peer", "a:1"), "kv_peer"),
+        (("--kv-listen", "127.0.0.1:0"), "kv_listen"),
+        (("--disaggregate", "prefill=1,decode=1", "--kv-connector", "shm"), "kv_connector"),
+        (("--disaggregate", "prefill=1,decode=1", "--data-parallel-size", "2"), "disaggregate"),
+        (("--kv-role=prefill", "-tp=2", "--nnodes=2", "--node-rank=1", "--dist-init-addr=a:1"), "kv_role"),
     ],
 )
 def test_what_makes_no_sense_together_is_refused_by_name(argv, param):
@@ -50,8 +53,7 @@ def test_what_makes_no_sense_together_is_refused_by_name(argv, param):
         (("--kv-role", "prefill", "--kv-listen", "nowhere"), "--kv-listen must be HOST:PORT"),
         (("--kv-role", "decode", "--kv-peer", "host:port"), "--kv-peer must be HOST:PORT"),
         (("--kv-role", "prefill", "--kv-listen", "0.0.0.0:0"), "without --kv-secret"),
-        (("--kv-role", "both", "--kv-peer", "a:1", "--kv-listen", "[::]:0"), "without --kv-secret"),
-        (("--disaggregate", "prefill=1,decode=1", "--data-parallel-size", "2"), "several decode engines"),
+        (("--kv-role", "prefill", "--kv-listen", "[::]:0"), "without --kv-secret"),
     ],
 )
 def test_what_can_not_be_started_is_refused_before_a_model_is_loaded(argv, words):
