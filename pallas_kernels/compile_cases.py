@@ -28,6 +28,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.compile_attention import Attention, attention_cases
 from pallas_kernels.compile_case import HEADS, Case, Shape, int32
+from pallas_kernels.triton.targets import TARGETS
+from pallas_kernels.triton.tiles import PRODUCT_TILES, ProductTile, product_shared_memory_bytes
 
 
 def kernel_cases(target: str) -> dict[str, Case]:
@@ -46,16 +48,26 @@ def kernel_cases(target: str) -> dict[str, Case]:
         cases[f"rope d{head_dim} {norms}".strip()] = _rope(head_dim, norms)
     rows, of_a_row = Shape((256, 128_256), jnp.float32), (int32(256), Shape((256,), jnp.float32))
     cases["top-k and top-p"] = Case(functools.partial(least_kept_weight, backend="triton"), (rows, *of_a_row))
-    for num_tokens, dtype in ((1, "bfloat16"), (2048, "bfloat16"), (32, "float32")):
-        cases[f"experts of {num_tokens} {dtype}"] = _experts(num_tokens, dtype)
+    for num_tokens, dtype in EXPERTS:
+        cases[f"experts of {num_tokens} {dtype}"] = _experts(target, num_tokens, dtype)
     return cases
 
 
-def _experts(num_tokens: int, dtype: str) -> Case:
-    """The first product of Qwen3-30B-A3B's experts, of which a token takes 8."""
+EXPERTS = ((1, "bfloat16"), (2048, "bfloat16"), (32, "float32"))
+"""Tokens that products of experts are compiled for, and in what: each tile there is."""
+
+
+def product_tile(target: str, num_tokens: int, dtype: str) -> ProductTile:
+    """The tile of the first product of Qwen3-30B-A3B's 128 experts, of which a token takes 8."""
+    return PRODUCT_TILES[target].of(dtype, num_rows=8 * num_tokens, num_groups=128)
+
+
+def _experts(target: str, num_tokens: int, dtype: str) -> Case:
     x, kernels = Shape((num_tokens, 2048), jnp.dtype(dtype)), Shape((128, 1536, 2048), jnp.dtype(dtype))
     arguments = (x, kernels, int32(129), int32(8 * num_tokens))
-    return Case(functools.partial(grouped_product, backend="triton"), arguments)
+    promised = product_shared_memory_bytes(product_tile(target, num_tokens, dtype), TARGETS[target], dtype)
+    product = functools.partial(grouped_product, backend="triton")
+    return Case(product, arguments, promised_bytes={"grouped_product": promised})
 
 
 def _raw_decodes(target: str, head_dim: int) -> Case:

@@ -12,24 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, DTypeLike, Float, Int32
 
-
-class Tile(NamedTuple):
-    """What a program computes: ``rows`` by ``columns`` of the result, in steps of ``block`` inputs."""
-
-    rows: int
-    columns: int
-    block: int
-    num_warps: int
-    num_stages: int
-
-
-FEW = Tile(rows=16, columns=32, block=128, num_warps=4, num_stages=4)
-"""For groups of few rows, where weights are all that counts: 8 KB of them a step and three steps in flight, and for one
-token of an 8-expert choice of 1,536 features already 384 programs."""
-MANY = Tile(rows=64, columns=128, block=64, num_warps=4, num_stages=3)
-"""One wgmma; two programs share a core of an H200."""
-FLOAT32 = Tile(rows=16, columns=32, block=32, num_warps=4, num_stages=2)
-"""Each product is three of TF32 (:class:`pallas_kernels.triton.attend.Geometry`), with operands split in registers."""
+from pallas_kernels.triton.targets import default_target
+from pallas_kernels.triton.tiles import PRODUCT_TILES, ProductTile, require_product_fits
 
 
 class Work(NamedTuple):
@@ -51,7 +35,9 @@ def grouped_product(
 ) -> Float[Array, "R O"]:
     """:func:`pallas_kernels.grouped_product`, arguments already checked."""
     num_rows, (num_groups, num_outputs, _) = rows.shape[0], kernels.shape
-    tile = FLOAT32 if kernels.dtype == jnp.float32 else FEW if num_rows <= FEW.rows * num_groups else MANY
+    target = default_target()
+    tile = PRODUCT_TILES[target.name].of(kernels.dtype, num_rows=num_rows, num_groups=num_groups)
+    require_product_fits(tile, target, kernels.dtype)
     precision = None
     if kernels.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
@@ -88,7 +74,7 @@ def _kernel(
     work: Work,
     out_ref: Any,
     *,
-    tile: Tile,
+    tile: ProductTile,
     precision: lax.Precision | lax.DotAlgorithmPreset | None,
 ) -> None:
     group, column = work.group[pl.program_id(0)], pl.program_id(1) * tile.columns + jnp.arange(tile.columns)

@@ -1,4 +1,5 @@
-"""Tile sizes of the triton attention kernels, by target, head size and kind of step, each with its reason."""
+"""Tile sizes of the triton kernels that multiply, by target, each with its reason: attention's by head size and kind of
+step, those of products of groups of rows by how many rows a group has."""
 
 from __future__ import annotations
 
@@ -94,6 +95,44 @@ DECODE_TILES = {"h200": DECODES, "h100": DECODES, "a100": DECODES, "l4": DECODES
 """Tiles of single tokens, by target."""
 
 
+class ProductTile(NamedTuple):
+    """What a program of ``grouped_product`` computes: ``rows`` by ``columns`` of the result, in steps of ``block``
+    inputs."""
+
+    rows: int
+    columns: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+class ProductTiles(NamedTuple):
+    """Tiles by what the products run in, and the rows of a group. ``few``, ``many``: elements of at most 2 bytes."""
+
+    few: ProductTile
+    many: ProductTile
+    float32: ProductTile
+
+    def of(self, dtype: DTypeLike, *, num_rows: int, num_groups: int) -> ProductTile:
+        """The tile for so many rows in all. ``few``: no more than its own a group, were they spread evenly."""
+        if jnp.dtype(dtype).itemsize > 2:
+            return self.float32
+        return self.few if num_rows <= self.few.rows * num_groups else self.many
+
+
+PRODUCTS = ProductTiles(
+    # Weights are all that counts: 8 KB of them a step and three steps in flight, and for one token of an 8-expert
+    # choice of 1,536 features already 384 programs.
+    few=ProductTile(rows=16, columns=32, block=128, num_warps=4, num_stages=4),
+    # One wgmma; two programs share a core of an H200.
+    many=ProductTile(rows=64, columns=128, block=64, num_warps=4, num_stages=3),
+    # Each product is three of TF32 (:class:`pallas_kernels.triton.attend.Geometry`), with operands split in registers.
+    float32=ProductTile(rows=16, columns=32, block=32, num_warps=4, num_stages=2),
+)
+PRODUCT_TILES = {"h200": PRODUCTS, "h100": PRODUCTS, "a100": PRODUCTS, "l4": PRODUCTS}
+"""Tiles of products of groups of rows, by target."""
+
+
 def tile_shapes(target: Target, head_dim: int, group: int, *, decode: bool) -> Tiles:
     """The tiles for heads of ``head_dim``, ``group`` query heads a KV head. A program may have part of a query tile's
     rows, or part of a decode's heads."""
@@ -119,10 +158,23 @@ def require_fits(shape: TileShape, target: Target, *, head_dim: int, dtype: DTyp
             f"{'.'.join(map(str, target.compute_capability))}, 8.9 and later have them), got {kv_dtype}"
         )
     asked = shared_memory_bytes(shape, target, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
+    _require_room(asked, target, f"{shape} at head size {head_dim}")
+
+
+def require_product_fits(tile: ProductTile, target: Target, dtype: DTypeLike) -> None:
+    """Refuse what can't run.
+
+    Raises:
+        ValueError: the tile asks for more shared memory than the target has.
+    """
+    _require_room(product_shared_memory_bytes(tile, target, dtype), target, f"{tile} in {jnp.dtype(dtype).name}")
+
+
+def _require_room(asked: int, target: Target, tile: str) -> None:
     if asked > target.shared_memory_bytes:
         raise ValueError(
             f"the tile must fit the {target.shared_memory_bytes:,} bytes of shared memory of an {target.device}, "
-            f"got {asked:,} bytes for {shape} at head size {head_dim}: take fewer rows, a shorter block or fewer stages"
+            f"got {asked:,} bytes for {tile}: take fewer rows, a shorter block or fewer stages"
         )
 
 
@@ -140,7 +192,21 @@ def shared_memory_bytes(
     width, block = pl.next_power_of_2(head_dim), shape.block
     wgmma = target.compute_capability == (9, 0) and shape.rows >= 64 and itemsize == 2
     queries = shape.rows * (width if wgmma else width + block) * itemsize * (2 if itemsize == 4 else 1)
-    in_flight = shape.num_stages if wgmma else max(2 if itemsize == 4 else 1, shape.num_stages - 1)
+    in_flight = _in_flight(shape.num_stages, itemsize, wgmma=wgmma)
     converted = 2 * block * width * itemsize if kv_bytes == 1 else 0
     page_numbers = shape.num_stages * block * 4
     return queries + in_flight * 2 * block * width * kv_bytes + converted + page_numbers
+
+
+def product_shared_memory_bytes(tile: ProductTile, target: Target, dtype: DTypeLike) -> int:
+    """Most shared memory that Triton asks for in a product of groups of rows: that of the steps in flight, of which
+    wgmma has one more."""
+    itemsize = jnp.dtype(dtype).itemsize
+    wgmma = target.compute_capability == (9, 0) and tile.rows >= 64 and itemsize == 2
+    in_flight = _in_flight(tile.num_stages, itemsize, wgmma=wgmma)
+    return in_flight * (tile.rows + tile.columns) * tile.block * itemsize
+
+
+def _in_flight(num_stages: int, itemsize: int, *, wgmma: bool) -> int:
+    """Blocks in shared memory at once."""
+    return num_stages if wgmma else max(2 if itemsize == 4 else 1, num_stages - 1)

@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import compile_worker
 from pallas_kernels.compile_attention import CHUNKS, DECODES, Attention, attention_cases
 from pallas_kernels.compile_case import Case
-from pallas_kernels.compile_cases import kernel_cases
+from pallas_kernels.compile_cases import EXPERTS, kernel_cases, product_tile
 from pallas_kernels.triton import tiles
 from pallas_kernels.triton.targets import TARGETS
 
@@ -57,6 +57,15 @@ def test_every_tile_over_every_kind_of_pages_has_a_case(target):
     assert len({case.name for case in cases}) == len(cases), "names tell them apart"
     assert kernel_cases(target).keys() >= {case.name for case in cases}
     assert entries_of_the_tables(target) - entries_of(cases, target) == set()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_tile_of_products_has_a_case_and_fits_its_target(target):
+    assert {product_tile(target, *each) for each in EXPERTS} == set(tiles.PRODUCT_TILES[target])
+    for num_tokens, dtype in EXPERTS:
+        tiles.require_product_fits(product_tile(target, num_tokens, dtype), TARGETS[target], dtype)
+        promised = kernel_cases(target)[f"experts of {num_tokens} {dtype}"].promised_bytes
+        assert 0 < promised["grouped_product"] <= TARGETS[target].shared_memory_bytes
 
 
 def test_groups_beyond_those_that_are_looked_at_have_no_tile_of_their_own():

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import group_rows, grouped_product, reference
+from pallas_kernels.triton import tiles
 from pallas_kernels.triton.grouped import work_of
 from tests.pallas_kernels.batches import relative_error
 
@@ -100,6 +101,18 @@ def test_what_can_not_be_is_refused_by_name(changes, message):
     arguments = {"x": rows(3, 8), "kernels": rows(5, 6, 8), "starts": starts_of([1, 1, 1, 0, 0])}
     with pytest.raises(ValueError, match=message):
         grouped_product(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "dtype"), [("few", 3, "bfloat16"), ("many", 90, "bfloat16"), ("float32", 3, "float32")]
+)
+def test_a_tile_that_does_not_fit_is_refused_while_tracing(kind, num_rows, dtype, monkeypatch):
+    wide = getattr(tiles.PRODUCTS, kind)._replace(num_stages=99)
+    monkeypatch.setitem(tiles.PRODUCT_TILES, "h200", tiles.PRODUCTS._replace(**{kind: wide}))
+    product = functools.partial(grouped_product, backend="triton", interpret=True)
+    shapes = (rows(num_rows, 8, dtype=dtype), rows(5, 6, 8, dtype=dtype), starts_of([1, 1, 1, 0, 0]))
+    with pytest.raises(ValueError, match=rf"must fit the 232,448 bytes of shared memory .* num_stages=99\) in {dtype}"):
+        jax.eval_shape(product, *shapes)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.triton import tiles
 from pallas_kernels.triton.targets import TARGETS
 from pallas_kernels.triton.tiles import require_fits, tile_shapes
 from pallas_kernels.triton.work import LEAST_SPLIT, decode_splits, query_tiles, triton_work
 from pallas_kernels.xla.work import BLOCK, CHUNK_ROWS, work_lists
+from tests.pallas_kernels.batches import ragged_batch
 
 CONTEXTS = [300, 0, 20, 128, 1, 129]
 QUERIES = [1, 0, 4, 1, 1, 100]
@@ -183,6 +185,18 @@ def test_a_tile_that_does_not_fit_is_refused():
         ValueError, match=r"must fit the 101,376 bytes of shared memory of an NVIDIA L4, got 1[0-9,]+ bytes"
     ):
         require_fits(tile._replace(block=128), l4, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("decode_only", [False, True])
+def test_attention_whose_tile_does_not_fit_is_refused_while_tracing(decode_only, monkeypatch):
+    """The interpreter, as which this machine counts, has the tiles and the shared memory of an H200."""
+    table = tiles.DECODE_TILES if decode_only else tiles.CHUNK_TILES
+    entry = table["h200"][64]
+    wide = entry._replace(float32=entry.float32._replace(num_stages=999))
+    monkeypatch.setitem(table, "h200", table["h200"] | {64: wide})
+    batch = ragged_batch([(1, 9), (1, 5)] if decode_only else [(3, 9)], decode_only=decode_only)
+    with pytest.raises(ValueError, match=r"must fit the 232,448 bytes of shared memory .* num_stages=999"):
+        batch.attend("triton")
 
 
 def test_float8_pages_are_refused_where_there_is_no_float8():
