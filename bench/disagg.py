@@ -145,6 +145,18 @@ def transfers(front: Disaggregated) -> dict[str, float]:
     }
 
 
+def link_bytes_per_s(front: Disaggregated) -> float:
+    """Bytes a second of a batch of pages between the two devices while neither computes."""
+    there, here = (engine.handovers.page_rows for engine in (front.decode, front.prefill[0]))
+    rows = jax.device_put(np.ones(here.shape, here.dtype), here.sharding).block_until_ready()
+    times = []
+    for _ in range(8):
+        started_s = time.perf_counter()
+        jax.device_put(rows, there.sharding).block_until_ready()
+        times.append(time.perf_counter() - started_s)
+    return rows.nbytes / percentile(times, 50)
+
+
 def goodput(
     args: argparse.Namespace, model: StepTimeModel, limits: dict[str, SchedulerLimits], network: Network
 ) -> list[dict[str, Any]]:
@@ -181,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
                 engines[name] = Engine.start(settings[name], progress=progress)
             [front] = start_pairs(settings["disaggregated"], num_prefill=1, num_decode=1, progress=progress)
             engines["disaggregated"] = front
+            link = link_bytes_per_s(front)
             limits = {name: engine.limits for name, engine in engines.items()}  # type: ignore[attr-defined]
             facts |= engine_facts(front.name, front.config)
             for number in tqdm(range(args.rounds), desc="disagg", unit="round", disable=not progress):
@@ -193,14 +206,14 @@ def main(argv: Sequence[str] | None = None) -> Result:
                 engine.shutdown()
         model = fit(read_step_log(log))
     per_token = int(np.prod(shape[1:])) // front.config.page_size * itemsize
-    network = Network(bytes_per_token=per_token, bandwidth=max(moved["gb_per_s"], 1e-3) * 1e9)
+    network = Network(bytes_per_token=per_token, bandwidth=link)
     simulated = goodput(args, model, limits, network)
     result = {
         "bench": "disagg",
         "seed": args.seed,
         "machine": facts,
         "systems": {name: _summary(rounds) for name, rounds in runs.items()},
-        "transfer": moved,
+        "transfer": {"idle_gb_per_s": link / 1e9, **moved},
         "goodput": simulated,
         "limits": {"ttft_s": args.ttft, "tpot_s": args.tpot, "workload": args.workload},
     }
@@ -240,7 +253,8 @@ def _report(result: Result) -> None:
     print(f"machine: {describe(result['machine'])}")
     print(markdown_table(["system", "ITL p50 (ms)", "p99", "most", "TTFT p50 of the prompts (s)"], rows))
     print(
-        f"KV: {moved['bytes'] / 1e6:.0f} MB of {moved['requests']} prompts at {moved['gb_per_s']:.2f} GB/s, "
+        f"KV: {moved['bytes'] / 1e6:.0f} MB of {moved['requests']} prompts at {moved['gb_per_s']:.2f} GB/s "
+        f"({moved['idle_gb_per_s']:.2f} GB/s between idle devices), "
         f"{100 * moved['hidden']:.0f}% of the time hidden; {moved['computed_by_the_decode_engine']} prompts were "
         "computed by the decode engine"
     )
