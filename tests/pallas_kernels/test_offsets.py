@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels import QuantizedPages, copy_pages, gather_pages, scatter_pages
 from pallas_kernels.triton.offsets import SHORT_BYTES, SIGNED
@@ -45,7 +46,7 @@ def operands(function: Callable[..., Any], *arguments: Any) -> list[Any]:
         for equation in jaxpr.eqns:
             if equation.primitive.name == "pallas_call":
                 found.extend(each.aval for each in (*equation.invars, *equation.outvars))
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 look(inner)
 
     look(jax.make_jaxpr(function)(*arguments).jaxpr)
