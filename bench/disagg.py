@@ -231,7 +231,10 @@ def plot(result: Result, runs: dict[str, list[Run]], file: Path) -> None:
             distribution(left, (1e3 * gap for one in runs[name] for gap in one.gaps_s), label=name)
             right.plot(*zip(*((row["rate"], row[name]) for row in result["goodput"]), strict=True), "o-", label=name)
         left.set(xscale="log", xlabel="ms between tokens, while prompts come", ylabel="% of the gaps", ylim=(80, 100))
+        rates = [row["rate"] for row in result["goodput"]]
         right.set(xscale="log", xlabel="requests a second", ylabel="of these within the limits (simulated)")
+        right.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        right.minorticks_off()
         left.legend()
         right.legend()
 

@@ -261,13 +261,12 @@ class SlotState(NamedTuple):
     @property
     def bare(self) -> SlotState:
         """What most programs take: handing over an array costs the host some microseconds, and controls are many."""
-        return self._replace(controls=(), processors=())  # type: ignore[arg-type]  # such programs don't look at them
+        return SlotState(self.last_token, self.block_tables, ())  # type: ignore[arg-type]  # they don't look at them
 
     def after(self, result: SlotState) -> SlotState:
         """This state once a program has returned ``result`` for it, or for its bare part."""
-        return result._replace(
-            controls=result.controls or self.controls, processors=result.processors or self.processors
-        )
+        controls, processors = result.controls or self.controls, result.processors or self.processors
+        return SlotState(result.last_token, result.block_tables, controls, processors)
 
     @staticmethod
     def at_rest(

@@ -38,11 +38,12 @@ class Buckets:
     ):
         self._decode = _sizes(decode_sizes, max_num_seqs)
         self._mixed = _sizes(mixed_sizes, max_num_batched_tokens)
-        self._max_num_seqs = max_num_seqs
+        self._decode_buckets = [Bucket(size, size, True) for size in self._decode]
+        self._mixed_buckets = [Bucket(size, max_num_seqs, False) for size in self._mixed]
 
     def __iter__(self) -> Iterator[Bucket]:
-        yield from (Bucket(size, size, True) for size in self._decode)
-        yield from (Bucket(size, self._max_num_seqs, False) for size in self._mixed)
+        yield from self._decode_buckets
+        yield from self._mixed_buckets
 
     def __len__(self) -> int:
         return len(self._decode) + len(self._mixed)
@@ -50,9 +51,8 @@ class Buckets:
     def choose(self, num_tokens: int, decode_only: bool) -> Bucket:
         """The smallest bucket that holds ``num_tokens``; a decode-only step has as many rows as tokens."""
         if decode_only:
-            size = self._decode[bisect_left(self._decode, num_tokens)]
-            return Bucket(size, size, True)
-        return Bucket(self._mixed[bisect_left(self._mixed, num_tokens)], self._max_num_seqs, False)
+            return self._decode_buckets[bisect_left(self._decode, num_tokens)]
+        return self._mixed_buckets[bisect_left(self._mixed, num_tokens)]
 
 
 def _sizes(sizes: tuple[int, ...], largest: int) -> list[int]:

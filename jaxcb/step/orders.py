@@ -3,6 +3,7 @@ sent to other hosts, whose runners carry it out on the devices that they have of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -36,13 +37,13 @@ class ForwardOrder(NamedTuple):
     """Upload a step, and run its forward."""
 
     bucket: Bucket
-    moves: PageMoves | None
-    """Carried out before it."""
+    upload: Int[np.ndarray, "size"]
     changes: list[tuple[int, int]]
     """Of block tables, as of :class:`jaxcb.step.batch.Packed`; they found no room in the upload."""
-    controls: list[ControlRow]
-    processors: list[ProcessorStates]
-    upload: Int[np.ndarray, "size"]
+    moves: PageMoves | None
+    """Carried out before it."""
+    controls: Sequence[ControlRow] = ()
+    processors: Sequence[ProcessorStates] = ()
 
 
 class RowMasks(NamedTuple):
@@ -81,9 +82,9 @@ class SampleOrder(NamedTuple):
     num_rows: int
     logprobs: list[bool]
     """Which log-probabilities are wanted: False the likeliest ids', True all."""
-    masks: RowMasks | None
-    prompts: list[PromptRows]
-    pooled: PooledRows | None
+    masks: RowMasks | None = None
+    prompts: Sequence[PromptRows] = ()
+    pooled: PooledRows | None = None
 
 
 class MoveOrder(NamedTuple):

@@ -13,15 +13,15 @@ from jaxcb.scheduler import StepPlan
 from jaxcb.scheduler.plan import PlanRow
 from jaxcb.step.batch import Packed, StepLayout, goes_on
 from jaxcb.step.buckets import Bucket
+from jaxcb.step.orders import SampleOrder
 from jaxcb.step.owners import SlotOwners
-from jaxcb.step.sampled import Wanted
 
 
 class _Last(NamedTuple):
     slots: Seq[int]
     starts: Seq[int]
     packed: Packed
-    wanted: Wanted
+    tokens: SampleOrder
     one_further: Int[np.ndarray, "size"]
 
     def is_followed_by(self, plan: StepPlan) -> bool:
@@ -38,22 +38,23 @@ class Packer:
         self._last: _Last | None = None
         """The step before, if it was one that goes on."""
 
-    def pack(self, plan: StepPlan, bucket: Bucket, newcomers: Seq[PlanRow]) -> tuple[Packed, Wanted]:
-        """The upload, and what its rows want of the sampler. ``newcomers``: rows that enter their slots with it."""
+    def pack(self, plan: StepPlan, bucket: Bucket, newcomers: Seq[PlanRow]) -> tuple[Packed, SampleOrder]:
+        """The upload, and what asks for its rows' tokens. ``newcomers``: rows that enter their slots with it."""
         layout, last = self._layouts[bucket], self._last
         self._owners.enter(newcomers)
         if not goes_on(plan):
             self._last = None
             return self._whole(plan, layout)
         if last is not None and last.packed.tokens_until_free > 1 and last.is_followed_by(plan):
-            packed, wanted = layout.pack_next(last.packed, plan, last.one_further), last.wanted
-            self._last = last._replace(starts=plan.starts, packed=packed)
-            return packed, wanted
-        packed, wanted = self._whole(plan, layout)
-        self._last = _Last(plan.slots, plan.starts, packed, wanted, layout.one_further(plan.num_rows))
-        return packed, wanted
+            packed, tokens = layout.pack_next(last.packed, plan, last.one_further), last.tokens
+            self._last = _Last(plan.slots, plan.starts, packed, tokens, last.one_further)
+            return packed, tokens
+        packed, tokens = self._whole(plan, layout)
+        self._last = _Last(plan.slots, plan.starts, packed, tokens, layout.one_further(plan.num_rows))
+        return packed, tokens
 
-    def _whole(self, plan: StepPlan, layout: StepLayout) -> tuple[Packed, Wanted]:
+    def _whole(self, plan: StepPlan, layout: StepLayout) -> tuple[Packed, SampleOrder]:
         packed = layout.pack(plan, self._owners)
         slots = packed.sampling_slots
-        return packed, Wanted(self._owners.tier_of(slots), self._owners.asked_logprobs(slots))
+        tier, logprobs = self._owners.tier_of(slots), self._owners.asked_logprobs(slots)
+        return packed, SampleOrder(layout.bucket, tier, plan.num_rows, logprobs)

@@ -48,7 +48,7 @@ from jaxcb.step.packer import Packer
 from jaxcb.step.page_mover import PageMover
 from jaxcb.step.program import ForwardResult, StepProgram, compiler_options
 from jaxcb.step.program_store import ProgramStore
-from jaxcb.step.sampled import Sampled, Values, Wanted, asked
+from jaxcb.step.sampled import Sampled, Values, asked
 from jaxcb.step.samplers import Samplers
 from jaxcb.step.shape import RunnerShape, empty_pages, kv_dtype, kv_shape
 from pallas_kernels import native
@@ -76,8 +76,8 @@ class Forwarded:
     """A step whose forward has been launched, and whose sampler has not."""
 
     plan: StepPlan
-    bucket: Bucket
-    wanted: Wanted
+    tokens: SampleOrder
+    """Asks for its rows' tokens."""
     launched_s: float
 
 
@@ -169,18 +169,20 @@ class Runner:
         bucket = self.buckets.choose(plan.num_tokens, plan.decode_only)
         launched_s = time.perf_counter()
         newcomers = [row for row in (*plan.others.values(), *plan.chunks) if row.new_pages and not row.first_new_page]
-        packed, wanted = self._packer.pack(plan, bucket, newcomers)
-        controls, processors = self._samplers.controls_of(newcomers), self._samplers.processors_of(newcomers)
-        order = ForwardOrder(bucket, plan.moves, packed.overflow, controls, processors, packed.upload)
+        packed, tokens = self._packer.pack(plan, bucket, newcomers)
+        order = ForwardOrder(bucket, packed.upload, packed.overflow, plan.moves)
+        if newcomers:
+            controls, processors = self._samplers.controls_of(newcomers), self._samplers.processors_of(newcomers)
+            order = order._replace(controls=controls, processors=processors)
         self._followers.tell(order)
         self._run_forward(order)
-        return Forwarded(plan, bucket, wanted, launched_s)
+        return Forwarded(plan, tokens, launched_s)
 
     def sample(self, step: Forwarded, masks: RowMasks | None = None) -> InFlight:
         """Start the second program. ``masks``: of the rows that are held to a grammar."""
-        order, pieces = asked(step.plan, step.bucket, step.wanted, masks)
+        order, pieces = asked(step.plan, step.tokens, masks)
         self._followers.tell(order)
-        return InFlight(step.plan, step.bucket, pieces.of(self._run_sampler(order)), step.launched_s)
+        return InFlight(step.plan, order.bucket, pieces.of(self._run_sampler(order)), step.launched_s)
 
     def carry_out(self, order: Order) -> None:
         """What the runner that leads has done, on this host's devices."""

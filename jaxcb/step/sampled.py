@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxcb.logprobs import Logprobs
-from jaxcb.sampling import Tier
 from jaxcb.sampling.logprobs import RowLogprobs
 from jaxcb.sampling_params import SamplingParams
 from jaxcb.scheduler import StepPlan
@@ -20,14 +19,6 @@ from jaxcb.sizing import PROMPT_ROWS
 from jaxcb.step.buckets import Bucket
 from jaxcb.step.orders import PooledRows, PromptRows, RowMasks, SampleOrder
 from jaxcb.step.program import Pooled
-
-
-class Wanted(NamedTuple):
-    """What the rows of a step want of the sampler."""
-
-    tier: Tier
-    logprobs: list[bool]
-    """As in :class:`SampleOrder`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +110,18 @@ class Pieces(NamedTuple):
         )
 
 
-def asked(plan: StepPlan, bucket: Bucket, wanted: Wanted, masks: RowMasks | None = None) -> tuple[SampleOrder, Pieces]:
-    """What is to be computed of a step's rows, under masks if some are given, and whose it is."""
+_NO_PIECES = Pieces([], [])
+
+
+def asked(plan: StepPlan, tokens: SampleOrder, masks: RowMasks | None = None) -> tuple[SampleOrder, Pieces]:
+    """What is to be computed of a step's rows, under masks if some are given, and whose it is. ``tokens``: the order
+    that asks for their tokens."""
+    order = tokens if masks is None or not masks.rows else tokens._replace(masks=masks)
+    if not plan.chunks:
+        return order, _NO_PIECES
     prompts, pooled = list(_prompts(plan)), _pooled(plan)
-    order = SampleOrder(
-        bucket,
-        wanted.tier,
-        plan.num_rows,
-        wanted.logprobs,
-        masks if masks is not None and masks.rows else None,
-        [rows for *_, rows in prompts],
-        _pooled_rows(bucket, pooled) if pooled else None,
+    order = order._replace(
+        prompts=[rows for *_, rows in prompts], pooled=_pooled_rows(order.bucket, pooled) if pooled else None
     )
     return order, Pieces([(sequence, first, ids) for sequence, first, ids, _ in prompts], pooled)
 

@@ -203,8 +203,9 @@ class Samplers:
         result, token_ids, drawn_from = sample(self._needed(state, tier), masked, forward.sample_part)
         state = state.after(result)
         source = logits if drawn_from is None else drawn_from
-        num_rows = np.int32(order.num_rows)
-        logprobs = {every: self._logprobs[S, every](source, token_ids, num_rows) for every in order.logprobs}
+        logprobs = {
+            every: self._logprobs[S, every](source, token_ids, np.int32(order.num_rows)) for every in order.logprobs
+        }
         prompts = [self._prompt_logprobs(params, hidden, order.bucket, rows) for rows in order.prompts]
         pooled = None
         if order.pooled is not None:

@@ -41,14 +41,14 @@ BUCKET = Bucket(8, 4, False)
 ORDERS: list[Order] = [
     ForwardOrder(
         BUCKET,
-        MOVES,
+        NUMBERS[::2],
         [[7, 9]],
+        MOVES,
         [ControlRow(2, NUMBERS)],
         [ProcessorStates(1, [np.asarray(True), np.ones((2, 3)), np.ones(3, ml_dtypes.bfloat16)], NUMBERS, 2)],
-        NUMBERS[::2],
     ),
-    ForwardOrder(BUCKET, None, [], [], [], NUMBERS),
-    SampleOrder(BUCKET, Tier.GREEDY, 3, [], None, [], None),
+    ForwardOrder(BUCKET, NUMBERS, [], None, [], []),
+    SampleOrder(BUCKET, Tier.GREEDY, 3, [], prompts=[]),
     SampleOrder(
         BUCKET,
         Tier.FULL,
@@ -100,14 +100,14 @@ def test_what_is_no_order_is_refused(message: dict[str, Any]):
 
 def test_numbers_of_another_machine_arrive_as_the_same_numbers():
     states = [np.arange(3, dtype=">f4")]
-    order = ForwardOrder(BUCKET, None, [], [], [ProcessorStates(1, states, NUMBERS, 2)], NUMBERS)
+    order = ForwardOrder(BUCKET, NUMBERS, [], None, processors=[ProcessorStates(1, states, NUMBERS, 2)])
     [came] = unpack(*pack(order)).processors[0].states
     assert (came.dtype, came.tolist()) == (np.dtype("float32"), [0.0, 1.0, 2.0])
 
 
 def test_pages_take_no_room_in_the_json_part():
     pairs = [(index, index + 1) for index in range(2**17, 2**17 + 10_000)]
-    order = ForwardOrder(BUCKET, PageMoves(into=pairs), pairs, [], [], NUMBERS)
+    order = ForwardOrder(BUCKET, NUMBERS, pairs, PageMoves(into=pairs))
     fields, body = pack(order)
     assert len(json.dumps(fields)) < 1000
     assert plain(unpack(fields, body)) == plain(order)
@@ -129,7 +129,7 @@ def test_an_order_that_is_larger_than_a_message_may_be_arrives_in_pieces(pair, m
     monkeypatch.setattr(link, "PIECE_BYTES", 1000)
     row = np.arange(1250, dtype=np.int32)
     for count in (40, 0, 1):
-        order = ForwardOrder(BUCKET, None, [], [ControlRow(slot, row) for slot in range(count)], [], NUMBERS)
+        order = ForwardOrder(BUCKET, NUMBERS, [], None, [ControlRow(slot, row) for slot in range(count)])
         fields, body = pack(order)
         sent = threading.Thread(target=pair[0].send, args=("order", body), kwargs=fields)
         sent.start()

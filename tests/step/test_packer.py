@@ -11,6 +11,7 @@ from jaxcb.scheduler.plan import IN_FLIGHT, PlanRow
 from jaxcb.step import packer as packer_module
 from jaxcb.step.batch import StepLayout
 from jaxcb.step.buckets import Bucket
+from jaxcb.step.orders import SampleOrder
 from jaxcb.step.owners import SlotOwners
 from jaxcb.step.packer import Packer
 from tests.step.forward import row_of
@@ -78,14 +79,15 @@ def test_any_run_of_steps_is_packed_as_each_would_be_by_itself(
         if not plan.num_tokens:
             continue
         bucket = bucket_of(plan)
-        packed, wanted = packer.pack(plan, bucket, newcomers)
+        packed, order = packer.pack(plan, bucket, newcomers)
         owners.enter(newcomers)
         expected = LAYOUTS[bucket].pack(plan, owners)
         np.testing.assert_array_equal(packed.upload, expected.upload)
         np.testing.assert_array_equal(packed.sampling_slots, expected.sampling_slots)
         assert (packed.overflow, packed.num_changes) == (expected.overflow, expected.num_changes)
         slots = expected.sampling_slots
-        assert wanted == (owners.tier_of(slots), owners.asked_logprobs(slots))
+        wanted = (bucket, owners.tier_of(slots), plan.num_rows, owners.asked_logprobs(slots))
+        assert order == SampleOrder(*wanted)
 
 
 def test_a_step_that_goes_on_is_made_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
