@@ -51,14 +51,11 @@ def _chat(service: Service) -> str:
 
 def _engine_lines(engine: ServingEngine) -> list[tuple[str, str]]:
     config = engine.config
-    pages = engine.stats().kv_pages_total // config.data_parallel_size
+    pages = next(stats.kv_pages_total for stats in engine.stats_by_engine().values() if stats.answers)
     capacity = f"{pages * config.page_size:,} tokens" + (" in int8" if config.kv_cache_dtype == "int8" else "")
     cache = "prefixes are reused" if config.enable_prefix_caching else "prefixes are not reused"
-    several = []
-    if config.data_parallel_size > 1:
-        several = [("engines", f"{config.data_parallel_size} behind one queue; what follows is of each")]
     return [
-        *several,
+        *_shape_lines(engine),
         (
             "KV cache",
             f"{pages} pages of {config.page_size} tokens: {capacity}; {cache}",
@@ -70,6 +67,26 @@ def _engine_lines(engine: ServingEngine) -> list[tuple[str, str]]:
         ("", f"with prompts {_sizes(config.mixed_buckets, config.max_num_batched_tokens)} tokens"),
         ("attention", f"{config.backend}; requests are scheduled by {_name(config.policy)}"),
     ]
+
+
+def _shape_lines(engine: ServingEngine) -> list[tuple[str, str]]:
+    """What there is beside one engine on one device."""
+    config, by_engine = engine.config, engine.stats_by_engine()
+    answering = sum(stats.answers for stats in by_engine.values())
+    engines = f"{answering} behind one queue" if answering > 1 else "1 that answers"
+    if prefill := len(by_engine) - answering:
+        engines += f", {prefill} that compute{'s' if prefill == 1 else ''} its prompts"
+    if engine.peers:
+        engines += f", prompts are computed by {', '.join(engine.peers)}"
+    lines = []
+    if len(by_engine) > 1:
+        lines.append(("engines", f"{engines}; what follows is of each"))
+    elif engine.peers:
+        lines.append(("engines", engines))
+    if config.tensor_parallel_size > 1:
+        hosts = f" on {config.nnodes} hosts" if config.nnodes > 1 else ""
+        lines.append(("devices", f"{config.tensor_parallel_size}{hosts}, over which the model is cut"))
+    return lines
 
 
 def _room(pages: int, page_size: int, max_model_len: int) -> str:

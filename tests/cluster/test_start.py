@@ -66,7 +66,7 @@ def test_a_server_of_two_engines_answers_as_one_engine(
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     files = [f"--step-log={tmp_path / 'steps.jsonl'}", "--admin-api-key=admin"]
     with ServerProcess(REAL, str(model), *flags(), *files) as server:
-        assert "2 behind one queue" in server.banner
+        assert "2 behind one queue; what follows is of each" in server.banner
 
         def ask(index: int) -> list[str]:
             body = {"prompt": PROMPTS[index], **WANTED[index]}

@@ -57,14 +57,28 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "engines"),
-    [(1, {"decode", "prefill-0"}), pytest.param(2, {"0", "1", "prefill-0"}, marks=pytest.mark.slow)],
+    ("count", "engines", "said"),
+    [
+        (1, {"decode", "prefill-0"}, "1 that answers, 1 that computes its prompts; what follows is of each"),
+        pytest.param(
+            2,
+            {"0", "1", "prefill-0"},
+            "2 behind one queue, 1 that computes its prompts; what follows is of each",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_a_server_of_several_engines_answers_as_one_and_shows_each(
-    real_server: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch, count: int, engines: set[str]
+    real_server: ServerProcess,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    engines: set[str],
+    said: str,
 ):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", f"{1 + count}")
     with ServerProcess(REAL, str(model_dir), *FLAGS, "--disaggregate", f"prefill=1,decode={count}") as server:
+        assert said in server.banner and "\n  KV cache     256 pages" in server.banner
         assert texts(server.url) == texts(real_server.url)
         assert health(server.url) == {"status": "ok", "engines": dict.fromkeys(engines, "ok")}
         assert samples(server.url, "jaxcb:engine_up") == dict.fromkeys(engines, 1)
@@ -84,6 +98,7 @@ def test_servers_of_two_processes_answer_as_one_and_the_death_of_a_peer_is_shown
         ServerProcess(REAL, str(model_dir), *FLAGS, *listens) as prefill,
         ServerProcess(REAL, str(model_dir), *FLAGS, "--kv-role", "decode", "--kv-peer", address) as decode,
     ):
+        assert f"1 that answers, prompts are computed by {address}" in decode.banner
         peer = f"prefill at {address}"
         assert texts(decode.url) == expected
         assert samples(prefill.url, "jaxcb:steps_total")["0"] > 0

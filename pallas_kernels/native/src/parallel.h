@@ -17,31 +17,50 @@ class Pool {
   virtual void schedule(std::function<void()> task) = 0;
 };
 
-// Calls f(i) for i in [0, n) from this thread and the pool's. All of them draw from one counter, so a helper that the
-// pool starts late finds nothing left and can't hold the loop up; the caller only waits for items being worked on.
+constexpr int64_t kMostThreads = 64;  // that share a loop
+
+// Of the parts of a loop over [0, n), one a thread: where one begins, and which one i lies in.
+inline int64_t part_begin(int64_t part, int64_t n, int64_t threads) { return part * n / threads; }
+inline int64_t part_of(int64_t i, int64_t n, int64_t threads) { return ((i + 1) * threads - 1) / n; }
+
+// Calls f(i) for i in [0, n) from this thread and the pool's. Each goes through a part of its own, so that what it reads
+// lies in one run and can be asked for ahead, and then helps the others with theirs: a helper that the pool starts late
+// finds nothing left and can't hold the loop up; the caller only waits for items being worked on.
 template <class F>
 void parallel_for(Pool& pool, int64_t n, const F& f) {
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
-  if (helpers < 1) {
+  int64_t threads = std::min({pool.num_threads(), n, kMostThreads});
+  if (threads < 2) {
     for (int64_t i = 0; i < n; i++) f(i);
     return;
   }
+  struct alignas(64) Part {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
   struct Loop {
-    std::atomic<int64_t> next{0}, done{0};
-    int64_t n;
+    Part parts[kMostThreads];
+    std::atomic<int64_t> done{0};
+    int64_t threads;
     const F* f;
-    void work() {
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) {
-        (*f)(i);
-        done.fetch_add(1, std::memory_order_release);
+    void work(int64_t own) {
+      for (int64_t t = 0; t < threads; t++) {
+        Part& part = parts[(own + t) % threads];
+        for (int64_t i; (i = part.next.fetch_add(1, std::memory_order_relaxed)) < part.end;) {
+          (*f)(i);
+          done.fetch_add(1, std::memory_order_release);
+        }
       }
     }
   };
-  auto loop = std::make_shared<Loop>();  // outlives the call: a late helper still reads `next`
-  loop->n = n;
+  auto loop = std::make_shared<Loop>();  // outlives the call: a late helper still reads the parts
+  loop->threads = threads;
   loop->f = &f;
-  for (int64_t i = 0; i < helpers; i++) pool.schedule([loop] { loop->work(); });
-  loop->work();
+  for (int64_t t = 0; t < threads; t++) {
+    loop->parts[t].next.store(part_begin(t, n, threads), std::memory_order_relaxed);
+    loop->parts[t].end = part_begin(t + 1, n, threads);
+  }
+  for (int64_t t = 1; t < threads; t++) pool.schedule([loop, t] { loop->work(t); });
+  loop->work(0);
   while (loop->done.load(std::memory_order_acquire) < n) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();

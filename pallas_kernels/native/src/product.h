@@ -31,6 +31,6 @@ struct Product {
   float eps;
 };
 
-void multiply(Pool& pool, Product p);
+void multiply(Pool& pool, const Product& p);
 
 }  // namespace jaxcb
