@@ -2,6 +2,8 @@
 // large as it must be, and pages, rows and tokens that nobody may touch are not there.
 //
 //   sanitized SEED ROUNDS
+#include <atomic>
+
 #include "driver.h"
 
 void one_product(Pool& pool) {
@@ -61,8 +63,45 @@ void one_attention(Pool& pool) {
   attend(pool, s, batch, q.get(), store, between(0, 1) ? sinks.get() : nullptr, out.get());
 }
 
+// Of many threads or few, none of which comes before the loop has ended.
+class Late : public Pool {
+ public:
+  explicit Late(int64_t count) : count_(count) {}
+  int64_t num_threads() const override { return count_; }
+  void schedule(std::function<void()> task) override { tasks_.push_back(std::move(task)); }
+  void come() {
+    for (auto& task : tasks_) task();
+  }
+
+ private:
+  int64_t count_;
+  std::vector<std::function<void()>> tasks_;
+};
+
+void loops(Pool& pool) {
+  for (int64_t threads : {1, 2, 3, 64, 100}) {
+    for (int64_t n : {0, 1, 2, 7, 64, 200}) {
+      Late late(threads);
+      std::vector<std::atomic<int>> calls(n);
+      auto count = [&](int64_t i) { calls[i]++; };
+      parallel_for(late, n, count);
+      late.come();  // and finds nothing to do
+      parallel_for(pool, n, count);
+      for (int64_t i = 0; i < n; i++) {
+        int64_t parts = std::min(threads, n), part = part_of(i, n, parts);
+        bool lies_in = part_begin(part, n, parts) <= i && i < part_begin(part + 1, n, parts);
+        if (calls[i] != 2 || !lies_in) {
+          std::fprintf(stderr, "%ld of %ld, %ld threads: %d calls, part %ld\n", i, n, threads, calls[i].load(), part);
+          std::exit(1);
+        }
+      }
+    }
+  }
+}
+
 int main(int, char** arguments) {
   Threads pool(3);
+  loops(pool);
   auto engine = [&](int seed) {
     rng.seed(seed);
     for (int i = 0; i < std::atoi(arguments[2]); i++) {
