@@ -33,6 +33,8 @@ class PrefixPages:
     token_ids: list[int]
     """As many full pages as there are."""
     pages: Shaped[np.ndarray, "n L 2 page_size K D"]
+    order: str = "rows"
+    """Of the numbers in a page: :data:`pallas_kernels.native.Order`. The native kernels have two."""
 
 
 class EngineCore:
@@ -121,7 +123,7 @@ class EngineCore:
         """The KV of the longest beginning of ``token_ids`` that is cached on the device."""
         pages = self.scheduler.prefixes.find(token_ids, cache_salt)
         known = len(pages) * self.scheduler.limits.page_size
-        return PrefixPages(list(token_ids[:known]), self.runner.read_pages(pages))
+        return PrefixPages(list(token_ids[:known]), self.runner.read_pages(pages), self.runner.page_order)
 
     def import_prefix(self, prefix: PrefixPages, cache_salt: str) -> int:
         """Cache the KV of a beginning as if it had been computed here; returns the tokens that found a place."""

@@ -123,6 +123,11 @@ class Handovers:
         """A batch of pages as it travels: shape [PAGES_PER_MOVE, L, 2, page_size, K, D], dtype and sharding here."""
         return self._core.runner.page_rows
 
+    @property
+    def page_order(self) -> str:
+        """See :attr:`Runner.page_order`."""
+        return self._core.runner.page_order
+
     def check(self) -> None:
         """Raise ConfigError if the engine was started without ``kv_transfer``."""
         if not self._transfers:
@@ -145,13 +150,19 @@ class Handovers:
         """Cache what another engine exported; what finds no free page is left out. Returns the tokens placed.
 
         Raises:
-            ConfigError: the engine was started without ``kv_transfer``, or its pages have another shape.
+            ConfigError: the engine was started without ``kv_transfer``, or its pages have another shape
+                or order.
             EngineStoppedError: it has stopped.
         """
         self.check()
         ours, theirs = self._core.runner.page_shape, (prefix.pages.shape[1:], prefix.pages.dtype)
         if ours != theirs:
             raise ConfigError(f"the pages hold {theirs}, this engine's hold {ours}", param="page_size")
+        if self.page_order != prefix.order:
+            raise ConfigError(
+                f"the pages hold {prefix.order}, this engine's hold {self.page_order}: their backends or CPUs differ",
+                param="backend",
+            )
         return self._inbox.call(lambda: self._core.import_prefix(prefix, cache_salt))
 
     # ------------------------------------------------------------------ weights

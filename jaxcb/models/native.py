@@ -83,6 +83,7 @@ def apply_layers(
             window=windows[index],
             q_norm=None if q_norms is None else q_norms[index],
             k_norm=None if k_norms is None else k_norms[index],
+            order=native.order_of(kv),
         )
         x = o(attended, layer=index, residual=x)
         return mlp(x, index), kv

@@ -280,6 +280,11 @@ class Runner:
         return self._mover.page.shape, self._mover.page.dtype
 
     @property
+    def page_order(self) -> native.Order:
+        """How a page holds its numbers."""
+        return native.order_of(self._kv) if self.backend == "native" else "rows"
+
+    @property
     def page_rows(self) -> jax.ShapeDtypeStruct:
         """See :attr:`PageMover.rows`."""
         return self._mover.rows

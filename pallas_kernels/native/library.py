@@ -51,15 +51,24 @@ def loaded() -> Library | None:
     return _loaded
 
 
+def require_loaded() -> Library:
+    """What :func:`load` has loaded.
+
+    Raises:
+        NativeError: nothing is.
+    """
+    if _loaded is None:
+        raise NativeError("no library is loaded: call pallas_kernels.native.load first")
+    return _loaded
+
+
 def target(handler: str) -> str:
     """What XLA knows a handler of the loaded library by.
 
     Raises:
         NativeError: none is loaded.
     """
-    if _loaded is None:
-        raise NativeError("no library is loaded: call pallas_kernels.native.load first")
-    return f"{handler}_{_loaded.name}"
+    return f"{handler}_{require_loaded().name}"
 
 
 def load(directory: Path) -> Library:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from pallas_kernels.checks import require, require_array
-from pallas_kernels.native.library import target
+from pallas_kernels.native.library import require_loaded, target
 from pallas_kernels.native.panels import panel_shape
 from pallas_kernels.pages import KVPages, QuantizedPages, values_of
 
@@ -24,6 +24,16 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
 PAGE_DTYPES = ("float32", "bfloat16", "float16", "uint16")
 MAX_HEAD_DIM = 512
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
+
+
+Order = Literal["rows", "pairs"]
+"""How keys and values lie in a page, which is as large either way:
+
+- rows: as its shape [page_size, K, D] says.
+- pairs: as attention multiplies them where the CPU multiplies bfloat16. 16 positions of a head lie in one run,
+  [page_size / 16, K, run]: of keys [D / 2, 16 positions, 2 features], of values [8, D, 2 positions].
+"""
+_SLAB = 16
 
 
 class Tables(NamedTuple):
@@ -151,12 +161,14 @@ def attention(
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    order: Order = "rows",
 ) -> Float[Array, "T H D"]:
     """:func:`pallas_kernels.ragged_paged_attention` with float32 queries over pages that hold this step's keys.
 
     Arguments:
         window: may be traced; None or 0: all positions.
         sinks: scores of a position without a value, one a head (gpt-oss).
+        order: of the numbers in a page; "pairs" where :func:`order_of` says so.
 
     Raises:
         ValueError: a shape or dtype can't be; the message names the argument.
@@ -165,6 +177,7 @@ def attention(
     K, D = values.shape[2:]
     require_array(q, "q", (None, None, D), dtypes=("float32",))
     require(q.shape[1] % K == 0, "q", f"of a multiple of {K} heads", q.shape[1])
+    pairs = _are_pairs(order, kv_pages)
     return jax.ffi.ffi_call(target("jaxcb_attention"), jax.ShapeDtypeStruct(q.shape, jnp.float32))(
         q,
         _optional(sinks, "sinks", q.shape[1]),
@@ -173,6 +186,7 @@ def attention(
         _int32(window or 0 if isinstance(window, int | None) else window),
         values,
         scales,
+        pairs=pairs,
         num_layers=np.int64(num_layers),
         scale=np.float32(D**-0.5 if scale is None else scale),
         soft_cap=np.float32(soft_cap or 0),
@@ -195,6 +209,7 @@ def place_and_attend(
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    order: Order = "rows",
 ) -> tuple[Float[Array, "T H*D"], KVPages]:
     """Normalise and rotate queries and keys, write keys and values into their pages in place, and attend.
 
@@ -204,7 +219,7 @@ def place_and_attend(
         kv_pages: given up by the caller: written in place where XLA can. Into int8 :class:`QuantizedPages` every key
             and value is rounded by itself, with a scale of its own.
         q_norm, k_norm: scales of the RMS norm of every head; None: none.
-        scale, window, soft_cap, sinks: as for :func:`attention`.
+        scale, window, soft_cap, sinks, order: as for :func:`attention`. What an order wrote, the same one reads.
 
     Returns:
         Attention of every token (0 for padding), and the pages. Padding tokens write nothing.
@@ -241,6 +256,7 @@ def place_and_attend(
         _int32(window or 0 if isinstance(window, int | None) else window),
         values,
         scales,
+        pairs=_are_pairs(order, kv_pages),
         num_heads=np.int64(H),
         num_layers=np.int64(num_layers),
         scale=np.float32(D**-0.5 if scale is None else scale),
@@ -248,6 +264,23 @@ def place_and_attend(
         eps=np.float32(eps),
     )
     return out, QuantizedPages(values, scales) if isinstance(kv_pages, QuantizedPages) else values
+
+
+def order_of(kv_pages: Any) -> Order:
+    """The fastest order for pages of that shape and dtype on this CPU.
+
+    Arguments:
+        kv_pages: the pool in any shape that ends in [page_size, K, D], or what describes it.
+
+    Raises:
+        NativeError: no library is loaded.
+    """
+    library = require_loaded()
+    if isinstance(kv_pages, QuantizedPages) or kv_pages.dtype not in (jnp.bfloat16, jnp.uint16):
+        return "rows"
+    page_size, _, D = kv_pages.shape[-3:]
+    fits = page_size % _SLAB == 0 and D % (2 * _SLAB) == 0
+    return "pairs" if library.variant == "avx512_bf16" and fits else "rows"
 
 
 def untouched(shape: Sequence[int], dtype: Any) -> Shaped[Array, "..."]:
@@ -272,6 +305,13 @@ def _checked_pages(
     F, page_size, K, _ = values.shape
     require_array(kv_pages.scales, "kv_pages.scales", (F, K, page_size), dtypes=("float32",))
     return values, kv_pages.scales
+
+
+def _are_pairs(order: Order, kv_pages: KVPages) -> np.bool_:
+    require(order in ("rows", "pairs"), "order", '"rows" or "pairs"', repr(order))
+    best = order_of(kv_pages)
+    require(order in ("rows", best), "order", '"rows" for such pages on this CPU', repr(order))
+    return np.bool_(order == "pairs")
 
 
 def _checked(tables: Tables) -> Tables:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,10 @@ def test_what_does_not_fit_is_refused_by_name(make_engines):  # noqa: F811
     with pytest.raises(ConfigError, match="pages hold"):
         other = PrefixPages([1] * 16, np.zeros((1, 2, 2, 8, 2, 16), np.float32))
         make_engines(kv_transfer=True).handovers.import_prefix(other)
+    engine = make_engines(kv_transfer=True)
+    pages = dataclasses.replace(engine.handovers.export_prefix([1, 2]), order="columns")
+    with pytest.raises(ConfigError, match=r"the pages hold columns, this engine's hold (rows|pairs)"):
+        engine.handovers.import_prefix(pages)
 
 
 def test_an_engine_that_has_stopped_says_so(make_engines):  # noqa: F811

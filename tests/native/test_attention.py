@@ -214,6 +214,75 @@ def test_numbers_that_are_none_come_back_out_of_int8_pages():
     assert np.isfinite(out[0]).all() and np.isnan(out[1:]).all()
 
 
+def needs_pairs(pages: np.ndarray) -> None:
+    if native.order_of(pages) != "pairs":
+        pytest.skip("pages hold pairs only where the CPU multiplies bfloat16")
+
+
+def in_pairs(pages: np.ndarray) -> np.ndarray:
+    """Pages of rows [F, page_size, K, D], keys and values in turn, as pages of pairs."""
+    F, page_size, K, D = pages.shape
+    slabs = pages.reshape(F, page_size // 16, 16, K, D).transpose(0, 1, 3, 2, 4)
+    keys = slabs.reshape(*slabs.shape[:3], 16, D // 2, 2).swapaxes(3, 4)
+    values = slabs.reshape(*slabs.shape[:3], 8, 2, D).swapaxes(4, 5)
+    found = np.empty_like(pages)
+    found[::2], found[1::2] = keys[::2].reshape(F // 2, page_size, K, D), values[1::2].reshape(F // 2, page_size, K, D)
+    return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_pages_of_pairs_give_the_bits_of_rows(data):
+    draw = data.draw
+    context = st.integers(1, 300)
+    seqs = [(draw(st.integers(1, min(c, 40))), c) for c in draw(st.lists(context, min_size=1, max_size=6))]
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    batch = ragged_batch(
+        seqs,
+        seed=draw(st.integers(0, 2**31)),
+        heads=(kv_heads * group, kv_heads),
+        head_dim=draw(st.sampled_from([32, 64, 96, 256])),
+        page_size=draw(st.sampled_from([16, 48, 64])),
+        num_tokens=sum(n for n, _ in seqs) + draw(st.integers(0, 3)),
+        kv_dtype=draw(st.sampled_from(["bfloat16", "uint16"])),
+        window=draw(st.none() | st.integers(1, 150)),
+    )
+    rows = np.asarray(batch.kv_pages)
+    needs_pairs(rows)
+    place = {"layer": batch.layer, "num_layers": batch.num_layers, "window": batch.window}
+    place["soft_cap"] = draw(st.none() | st.floats(1, 50))
+    by_rows, by_pairs = (
+        np.asarray(
+            native.attention(jnp.asarray(batch.q), jnp.asarray(pages), tables_of(batch), order=order, **place)
+        ).view(np.uint32)
+        for order, pages in (("rows", rows), ("pairs", in_pairs(rows)))
+    )
+    np.testing.assert_array_equal(by_rows, by_pairs)
+    assert not np.isnan(by_pairs.view(np.float32)).any(), "NaN stands in all that no query may see"
+
+
+def test_numbers_are_written_in_pairs_as_in_rows():
+    seqs, heads, D = [(7, 7), (1, 33), (40, 55), (1, 1)], (6, 2), 64
+    batch = ragged_batch(seqs, heads=heads, head_dim=D, page_size=16, kv_dtype="uint16", num_tokens=52, num_seqs=6)
+    pages = np.asarray(batch.kv_pages)
+    needs_pairs(pages)
+    place = {"layer": batch.layer, "num_layers": batch.num_layers, "tables": tables_of(batch)}
+    (rows_out, rows), (out, pairs) = (
+        native.place_and_attend(**projected(5, 52, *heads, D), kv_pages=jnp.asarray(given), order=order, **place)
+        for order, given in (("rows", pages), ("pairs", in_pairs(pages)))
+    )
+    np.testing.assert_array_equal(in_pairs(np.asarray(rows)), pairs)
+    np.testing.assert_array_equal(np.asarray(rows_out).view(np.uint32), np.asarray(out).view(np.uint32))
+
+
+def test_an_order_that_pages_can_not_have_is_refused():
+    batch = ragged_batch([(1, 9)], kv_dtype="float32")
+    place = {"layer": batch.layer, "num_layers": batch.num_layers}
+    for order, message in (("pairs", 'order must be "rows" for such pages'), ("columns", 'order must be "rows" or')):
+        with pytest.raises(ValueError, match=message):
+            native.attention(jnp.asarray(batch.q), batch.kv_pages, tables_of(batch), order=order, **place)
+
+
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("dtype", ["float32", "uint16", "int8"])
 def test_a_token_has_the_same_bits_as_a_decode_and_in_any_chunk(dtype, window):

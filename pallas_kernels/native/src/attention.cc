@@ -24,8 +24,8 @@ template <class T>
 class Attention {
  public:
   Attention(const Shape& shape, const Batch& batch, const float* q, const Store& store, const float* sinks, float* out)
-      : s_(shape), batch_(batch), q_(q), pages_{static_cast<const T*>(store.values), store.scales, &s_}, sinks_(sinks),
-        out_(out) {}
+      : s_(shape), batch_(batch), q_(q), pages_{static_cast<const T*>(store.values), store.scales, &s_},
+        pairs_(store.pairs), sinks_(sinks), out_(out) {}
 
   void run(Pool& pool) {
     int64_t threads = std::max<int64_t>(1, pool.num_threads()), live = 0;
@@ -56,7 +56,13 @@ class Attention {
     std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return cost(a) > cost(b); });
     static thread_local Scratch scratch;
     parts_ = scratch.get(num_parts * part_size());
-    parallel_for(pool, items.size(), [&](int64_t i) { items[i].part < 0 ? whole(items[i]) : one_block(items[i]); });
+    int64_t num_items = items.size(), shares = std::min(threads, num_items);
+    parallel_for(pool, num_items, [&](int64_t i) {
+      int64_t share = part_of(i, num_items, shares);
+      const Item* next = i + 1 < part_begin(share + 1, num_items, shares) ? &items[i + 1] : nullptr;  // of this thread
+      bool asked = pairs_ && i > part_begin(share, num_items, shares);  // the one before did, for the first block
+      items[i].part < 0 ? whole(items[i], next, asked) : one_block(items[i], next, asked);
+    });
     for (int64_t s = 0; s < batch_.num_seqs; s++) {
       if (first_part[s] >= 0) join(s, first_part[s]);
     }
@@ -78,10 +84,20 @@ class Attention {
     return {oldest(position) / kBlock, (position + num_tokens + kBlock - 1) / kBlock};
   }
 
+  int64_t first_block(const Item& item) const {
+    return item.part < 0 ? blocks(item.sequence, item.token, item.num_tokens).first : item.block;
+  }
+
   int64_t cost(const Item& item) const {
     auto [begin, end] = blocks(item.sequence, item.token, item.num_tokens);
     return item.part < 0 ? item.num_tokens * item.num_kv_heads * (end - begin) : 1;
   }
+
+  // A block of some KV heads.
+  struct Place {
+    const Item* item;  // null: none
+    int64_t block;
+  };
 
   // Keys and values of up to a block of positions.
   struct Located {
@@ -123,8 +139,11 @@ class Attention {
         : at_(attention), s_(attention.s_), item_(item), block_(memory, s_.group()),
           widened_(memory + Softmax::size(s_.group(), s_.head_dim)) {}
 
-    // KV head number k of the item's, positions [first, last) of block b; folded into the rows of `state`.
-    void attend(int64_t k, int64_t b, int64_t first, int64_t last, const Located& found, Softmax state) const {
+    // KV head number k of the item's, positions [first, last) of block b; folded into the rows of `state`. `next` comes
+    // next.
+    void attend(int64_t k, int64_t b, int64_t first, int64_t last, Place, Softmax state) const {
+      Located found;
+      at_.locate(item_.sequence, item_.kv_head + k, first, last, found);
       const float* key_scales = found.scales_or_null(found.key_scales);
       const float* value_scales = found.scales_or_null(found.value_scales);
       if (sizeof(T) < 4 && item_.num_tokens > 3) {
@@ -170,7 +189,7 @@ class Attention {
   // The same in pairs of bfloat16 (pair_block.h), the rows of all tokens beside each other.
   class InPairs {
    public:
-    static constexpr bool kAsksAhead = true;  // for the next block of positions
+    static constexpr bool kAsksAhead = true;  // for the next block
     static size_t size(const Shape& s, const Item& item) {
       return PairBlock::size(s.head_dim) + item.num_kv_heads * pairs_of_head(s, item) + Softmax::size(kBlockRows, s.head_dim);
     }
@@ -185,12 +204,20 @@ class Attention {
       }
     }
 
-    void attend(int64_t k, int64_t b, int64_t first, int64_t last, const Located& found, Softmax state) {
-      Located next;
-      int64_t next_end = std::min(last + kBlock, at_.end_of(item_));
-      at_.locate(item_.sequence, item_.kv_head + k, last, next_end, next);
-      block_.fill(found.keys, found.values, first - b * kBlock, last - b * kBlock, next.keys, next.values,
-                  next_end - last);
+    void attend(int64_t k, int64_t b, int64_t first, int64_t last, Place next, Softmax state) {
+      if (at_.pairs_) {
+        block_.take(slabs_of({&item_, b}, k), first - b * kBlock, last - b * kBlock, slabs_of(next, k));
+      } else {
+        Located found, then;
+        at_.locate(item_.sequence, item_.kv_head + k, first, last, found);
+        int64_t count = 0;
+        if (next.item) {
+          auto [from, to] = at_.range(next);
+          at_.locate(next.item->sequence, head_of(next, k), from, to, then);
+          count = to - from;
+        }
+        block_.fill(found.keys, found.values, first - b * kBlock, last - b * kBlock, then.keys, then.values, count);
+      }
       int64_t group = s_.group(), row = 0, end = item_.num_tokens * group;
       while (row < end && sees(row, b) == 0) row += group - row % group;
       while (end > row && sees(end - 1, b) == 0) end -= group;
@@ -206,6 +233,19 @@ class Attention {
    private:
     static int64_t pairs_of_head(const Shape& s, const Item& item) {
       return item.num_tokens * s.group() * PairBlock::padded(s.head_dim) / 2;
+    }
+    static int64_t head_of(Place at, int64_t k) { return at.item->kv_head + std::min(k, at.item->num_kv_heads - 1); }
+    Slabs slabs_of(Place at, int64_t k) const {
+      Slabs found;
+      if (at.item == nullptr) return found;
+      const int32_t* table = at_.table(*at.item);
+      int64_t position = at.block * kBlock, end = at_.range(at).second;
+      for (int64_t v = 0; v < kBlockVectors && position < end; v++, position += kSlab) {
+        int64_t page = table[position / s_.page_size], offset = position % s_.page_size;
+        found.keys[v] = reinterpret_cast<const bf16_pair*>(at_.pages_.slab(page, offset, head_of(at, k), 0));
+        found.values[v] = reinterpret_cast<const bf16_pair*>(at_.pages_.slab(page, offset, head_of(at, k), 1));
+      }
+      return found;
     }
     bf16_pair* query(int64_t k, int64_t row) const {
       return q_ + k * pairs_of_head(s_, item_) + row * PairBlock::padded(s_.head_dim) / 2;
@@ -230,11 +270,25 @@ class Attention {
 
   int64_t end_of(const Item& item) const { return batch_.position(item.sequence, item.token) + item.num_tokens; }
 
+  const int32_t* table(const Item& item) const { return batch_.block_tables + item.sequence * batch_.table_width; }
+
+  // The positions of a block that its item's tokens see.
+  std::pair<int64_t, int64_t> range(Place at) const {
+    return {seen(*at.item, 0, at.block).first, std::min((at.block + 1) * kBlock, end_of(*at.item))};
+  }
+
   // Brings a block of positions into the cache, for the KV heads of an item.
   void touch_block(const Item& item, int64_t b) const {
-    int64_t first = seen(item, 0, b).first, last = std::min((b + 1) * kBlock, end_of(item));
-    const int32_t* table = batch_.block_tables + item.sequence * batch_.table_width;
+    auto [first, last] = range({&item, b});
+    const int32_t* table = this->table(item);
     int64_t width = item.num_kv_heads * s_.head_dim, stride = s_.kv_heads * s_.head_dim;
+    if (pairs_) {
+      for (first -= first % kSlab; first < last; first += kSlab) {
+        int64_t page = table[first / s_.page_size], offset = first % s_.page_size;
+        for (int which = 0; which < 2; which++) touch(pages_.slab(page, offset, item.kv_head, which), kSlab * width);
+      }
+      return;
+    }
     for (int64_t count; first < last; first += count) {
       int64_t page = table[first / s_.page_size], offset = first % s_.page_size;
       count = std::min(s_.page_size - offset, last - first);
@@ -252,7 +306,7 @@ class Attention {
     return {std::max(b * kBlock, oldest(position)), std::min((b + 1) * kBlock, position + 1)};
   }
 
-  void whole(const Item& item) const {
+  void whole(const Item& item, const Item* after, bool asked) const {
     static thread_local Scratch scratch;
     int64_t rows = item.num_tokens * group(), work_size = Work::size(s_, item), size = Softmax::size(rows, s_.head_dim);
     float* memory = scratch.get(work_size + item.num_kv_heads * size);
@@ -267,12 +321,10 @@ class Attention {
     auto [begin_block, end_block] = blocks(item.sequence, item.token, item.num_tokens);
     for (int64_t b = begin_block; b < end_block; b++) {
       int64_t first = seen(item, 0, b).first, last = seen(item, item.num_tokens - 1, b).second;
-      if (b == begin_block || !Work::kAsksAhead) touch_block(item, b);
-      for (int64_t k = 0; k < item.num_kv_heads; k++) {
-        Located found;
-        locate(item.sequence, item.kv_head + k, first, last, found);
-        work.attend(k, b, first, last, found, state_of(k));
-      }
+      if ((b == begin_block && !asked) || !Work::kAsksAhead) touch_block(item, b);
+      Place next{&item, b + 1};
+      if (b + 1 == end_block) next = {after, after ? first_block(*after) : 0};
+      for (int64_t k = 0; k < item.num_kv_heads; k++) work.attend(k, b, first, last, next, state_of(k));
     }
     for (int64_t k = 0; k < item.num_kv_heads; k++) {
       for (int64_t i = 0; i < item.num_tokens; i++) {
@@ -282,17 +334,16 @@ class Attention {
     }
   }
 
-  void one_block(const Item& item) const {
+  void one_block(const Item& item, const Item* after, bool asked) const {
     static thread_local Scratch scratch;
     Work work(*this, item, scratch.get(Work::size(s_, item)));
     auto [first, last] = seen(item, 0, item.block);
-    touch_block(item, item.block);
+    if (!asked) touch_block(item, item.block);
+    Place next{after, after ? first_block(*after) : 0};
     for (int64_t k = 0; k < item.num_kv_heads; k++) {
-      Located found;
-      locate(item.sequence, item.kv_head + k, first, last, found);
       Softmax part(parts_ + (item.part + k * item.stride) * part_size(), group());
       begin(part, nullptr, group(), s_.head_dim);
-      work.attend(k, item.block, first, last, found, part);
+      work.attend(k, item.block, first, last, next, part);
     }
   }
 
@@ -314,12 +365,21 @@ class Attention {
   Batch batch_;
   const float* q_;
   Pages<const T> pages_;
+  bool pairs_;
   const float* sinks_;
   float* out_;
   float* parts_ = nullptr;
 };
 
 }  // namespace
+
+bool holds_pairs(const Shape& s, Number type) {
+#if defined(JAXCB_BF16_PRODUCTS)
+  return type == Number::kBF16 && s.page_size % kSlab == 0 && s.head_dim % (2 * kLanes) == 0;
+#else
+  return false;
+#endif
+}
 
 const char* why_not(const Shape& s, const Batch& b) {
   if (s.layer < 0 || s.layer >= s.num_layers) return "layer is out of range";

@@ -33,8 +33,12 @@ struct Batch {
 struct Store {
   void* values;
   Number type;
-  float* scales;  // null but for int8
+  float* scales;       // null but for int8
+  bool pairs = false;  // numbers lie as pages.h says: for what holds_pairs()
 };
+
+// Whether such pages can hold pairs.
+bool holds_pairs(const Shape& s, Number type);
 
 // What a step's projection left, and what turns it into queries, keys and values.
 struct Projected {

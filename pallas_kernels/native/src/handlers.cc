@@ -114,22 +114,23 @@ Batch batch_of(Ints query_starts, Ints context_lens, Ints block_tables) {
 }
 
 // Pages, and the scales of int8 ones: [pages, K, page_size], of other ones nothing.
-bool store_of(const ffi::AnyBuffer& kv, Floats scales, Store* store) {
+bool store_of(const ffi::AnyBuffer& kv, Floats scales, const Shape& s, bool pairs, Store* store) {
   auto d = kv.dimensions();
   store->values = kv.untyped_data();
   store->scales = scales.element_count() ? scales.typed_data() : nullptr;
+  store->pairs = pairs;
   if (!number_of(kv.element_type(), &store->type)) return false;
   size_t wanted = store->type == Number::kS8 ? d[0] * d[1] * d[2] : 0;
-  return scales.element_count() == wanted;
+  return scales.element_count() == wanted && (!pairs || holds_pairs(s, store->type));
 }
 
 ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats sinks, Ints query_starts, Ints context_lens,
                      Ints block_tables, Ints layer, Ints window, ffi::AnyBuffer kv, Floats scales,
-                     ffi::Result<Floats> out, int64_t num_layers, float scale, float soft_cap) {
+                     ffi::Result<Floats> out, bool pairs, int64_t num_layers, float scale, float soft_cap) {
   Shape s = shape_of(q.dimensions()[0], q.dimensions()[1], kv, layer, window, num_layers, scale, soft_cap);
   Batch batch = batch_of(query_starts, context_lens, block_tables);
   Store store;
-  if (!store_of(kv, scales, &store)) return bad("the pages' type is not supported");
+  if (!store_of(kv, scales, s, pairs, &store)) return bad("the pages' type is not supported");
   if (const char* reason = why_not(s, batch)) return bad(reason);
   int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
   static thread_local Scratch scratch;
@@ -144,12 +145,12 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats sinks, Ints query
 ffi::Error place_and_attend(ffi::ThreadPool threads, Floats qkv, Floats cos, Floats sin, Floats q_norm, Floats k_norm,
                             Floats sinks, Ints query_starts, Ints context_lens, Ints block_tables, Ints layer,
                             Ints window, ffi::AnyBuffer, Floats, ffi::Result<Floats> out,
-                            ffi::Result<ffi::AnyBuffer> kv, ffi::Result<Floats> scales, int64_t num_heads,
-                            int64_t num_layers, float scale, float soft_cap, float eps) {
+                            ffi::Result<ffi::AnyBuffer> kv, ffi::Result<Floats> scales, bool pairs,
+                            int64_t num_heads, int64_t num_layers, float scale, float soft_cap, float eps) {
   Shape s = shape_of(qkv.dimensions()[0], num_heads, *kv, layer, window, num_layers, scale, soft_cap);
   Batch batch = batch_of(query_starts, context_lens, block_tables);
   Store store;
-  if (!store_of(*kv, *scales, &store)) return bad("the pages' type is not supported");
+  if (!store_of(*kv, *scales, s, pairs, &store)) return bad("the pages' type is not supported");
   if (const char* reason = why_not(s, batch)) return bad(reason);
   int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
   Projected p{qkv.typed_data(), cos.typed_data(), sin.typed_data(), 2 * cos.dimensions()[1], optional(q_norm),
@@ -222,6 +223,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_attention, jaxcb::attention,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .JAXCB_FLOATS  // scales
                                   .Ret<jaxcb::Floats>()
+                                  .Attr<bool>("pairs")
                                   .Attr<int64_t>("num_layers")
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap"));
@@ -245,6 +247,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcb_place_and_attend, jaxcb::place_and_attend,
                                   .Ret<jaxcb::Floats>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<jaxcb::Floats>()  // scales
+                                  .Attr<bool>("pairs")
                                   .Attr<int64_t>("num_heads")
                                   .Attr<int64_t>("num_layers")
                                   .Attr<float>("scale")

@@ -1,5 +1,6 @@
-// Attention over a block of bfloat16 positions where the CPU multiplies bfloat16: the block is laid out once for all
-// the rows that attend to it, and then a row costs two products of pairs a number and no sum across lanes.
+// Attention over a block of bfloat16 positions where the CPU multiplies bfloat16: with its numbers in pairs, a row costs
+// two products a pair and no sum across lanes. Pages of pairs hold them that way; a block of other pages is laid out once
+// for all the rows that attend to it.
 //
 // A row is a query head of a token. Lane p of its scores is position p of the block, whatever else is there, and its
 // sums run over features, or over positions, in order: a row's bits depend on the row and the block alone.
@@ -8,6 +9,7 @@
 #include <array>
 #include <utility>
 
+#include "pages.h"
 #include "simd.h"
 
 namespace jaxcb {
@@ -17,6 +19,12 @@ constexpr int64_t kBlock = 64;  // positions: keys and values of a block fit the
 #if defined(JAXCB_BF16_PRODUCTS)
 constexpr int kBlockVectors = kBlock / kLanes;
 constexpr int kBlockRows = kAccumulators / kBlockVectors;  // that are computed together
+static_assert(kSlab == kLanes);
+
+// The slabs of a block, up to the last position of interest.
+struct Slabs {
+  const bf16_pair *keys[kBlockVectors] = {}, *values[kBlockVectors] = {};
+};
 
 class PairBlock {
  public:
@@ -29,16 +37,26 @@ class PairBlock {
       : keys_(reinterpret_cast<bf16_pair*>(memory)), values_(keys_ + kBlock * padded(head_dim) / 2), head_dim_(head_dim),
         width_(padded(head_dim)) {}
 
-  // Takes positions [begin, end) of the block. Others count as zeros, and rows give them no weight. On the way it asks
-  // for the first positions of the next block, one line for each that it reads: of more at once most would be dropped.
+  // Takes positions [begin, end) of slabs; what others hold counts for nothing. The first rows that attend ask for
+  // `next` on the way, one line for each that they read: of more at once most would be dropped.
+  void take(const Slabs& slabs, int64_t begin, int64_t end, const Slabs& next) {
+    set_range(begin, end);
+    slabs_ = slabs, next_ = next;
+    if (begin % 2) forget(begin - 1);
+    if (end % 2) forget(end);
+  }
+
+  // Takes positions [begin, end) of the block from rows. Others count as zeros, and rows give them no weight. On the way
+  // it asks for the first positions of the next block.
   void fill(const bf16* const* keys, const bf16* const* values, int64_t begin, int64_t end,
             const bf16* const* next_keys, const bf16* const* next_values, int64_t next_end) {
     auto part = [&](const bf16* const* rows, const bf16* const* next, int64_t position, int64_t d) {
       if (position < next_end) __builtin_prefetch(next[position] + d, 0, 2);
       return begin <= position && position < end ? load_up_to(rows[position - begin] + d, head_dim_ - d) : no_pairs();
     };
-    vectors_ = static_cast<int>((end + kLanes - 1) / kLanes), first_ = begin / 2, last_ = (end + 1) / 2;
+    set_range(begin, end);
     for (int64_t v = 0; v < vectors_; v++) {
+      slabs_.keys[v] = keys_ + v * width_ / 2 * kLanes, slabs_.values[v] = values_of(v);
       for (int64_t d = 0; d < width_; d += 2 * kLanes) {
         Pairs x[kLanes];
         for (int64_t i = 0; i < kLanes; i++) x[i] = part(keys, next_keys, v * kLanes + i, d);
@@ -65,11 +83,26 @@ class PairBlock {
   //   seen: of every row, the positions that it sees, as bits.
   //   peak, total, out: of every row, its largest score, the sum of its weights against that and the values' weighted
   //     sum, [rows][head_dim].
-  void attend(int rows, const bf16_pair* q, const uint64_t* seen, float soft_cap, float* peak, float* total,
-              float* out) const;
+  void attend(int rows, const bf16_pair* q, const uint64_t* seen, float soft_cap, float* peak, float* total, float* out);
 
  private:
-  using Attend = void (PairBlock::*)(const bf16_pair*, const uint64_t*, float, float*, float*, float*) const;
+  static constexpr int64_t kPairs = kLanes / 2;  // of positions in a slab
+
+  void set_range(int64_t begin, int64_t end) {
+    vectors_ = static_cast<int>((end + kLanes - 1) / kLanes), first_ = begin / 2, last_ = (end + 1) / 2;
+  }
+  bf16_pair* values_of(int64_t v) const { return values_ + v * kPairs * width_; }
+
+  // Makes the value of a position zero, which may be NaN: the other one of its pair counts.
+  void forget(int64_t position) {
+    int64_t v = position / kLanes, pair = position % kLanes / 2;
+    bf16_pair* copy = values_of(v);
+    if (slabs_.values[v] != copy) std::copy_n(slabs_.values[v], kPairs * width_, copy);
+    slabs_.values[v] = copy;
+    for (int64_t d = 0; d < width_; d++) copy[pair * width_ + d].bits &= position % 2 ? 0xffffu : 0xffff0000u;
+  }
+
+  using Attend = void (PairBlock::*)(const bf16_pair*, const uint64_t*, float, float*, float*, float*);
 
   template <int R, int... V>
   static constexpr std::array<Attend, kBlockVectors> attend_of(std::integer_sequence<int, V...>) {
@@ -82,8 +115,9 @@ class PairBlock {
   }
 
   template <int R, int V>
-  void attend_rows(const bf16_pair* q, const uint64_t* seen, float soft_cap, float* peak, float* total,
-                   float* out) const {
+  void attend_rows(const bf16_pair* q, const uint64_t* seen, float soft_cap, float* peak, float* total, float* out) {
+    Slabs next = next_;
+    next_ = {};
     F32 scores[R][V];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
@@ -93,7 +127,10 @@ class PairBlock {
     for (int64_t d = 0; d < (head_dim_ + 1) / 2; d++) {
       Pairs keys[V];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) keys[v] = load(keys_ + (v * width_ / 2 + d) * kLanes);
+      for (int v = 0; v < V; v++) {
+        if (next.keys[v]) __builtin_prefetch(next.keys[v] + d * kLanes, 0, 2);
+        keys[v] = load(slabs_.keys[v] + d * kLanes);
+      }
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) {
         Pairs feature = all(q[r * width_ / 2 + d]);
@@ -125,13 +162,13 @@ class PairBlock {
     }
     int64_t d = 0;
     constexpr int C = R <= 3 ? 8 : 4;
-    for (; d + C * kLanes <= width_; d += C * kLanes) weigh<R, C>(weights, d, out);
-    for (; d < width_; d += 2 * kLanes) weigh<R, 2>(weights, d, out);
+    for (; d + C * kLanes <= width_; d += C * kLanes) weigh<R, C>(weights, d, next, out);
+    for (; d < width_; d += 2 * kLanes) weigh<R, 2>(weights, d, next, out);
   }
 
   // Features from d on, C registers of them.
   template <int R, int C>
-  void weigh(const bf16_pair (&weights)[R][kBlock / 2], int64_t d, float* out) const {
+  void weigh(const bf16_pair (&weights)[R][kBlock / 2], int64_t d, const Slabs& next, float* out) const {
     F32 sums[R][C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
@@ -141,7 +178,11 @@ class PairBlock {
     for (int64_t pair = first_; pair < last_; pair++) {
       Pairs values[C];
 #pragma GCC unroll 8
-      for (int c = 0; c < C; c++) values[c] = load(values_ + pair * width_ + d + c * kLanes);
+      for (int c = 0; c < C; c++) {
+        int64_t v = pair / kPairs, place = pair % kPairs * width_ + d + c * kLanes;
+        if (next.values[v]) __builtin_prefetch(next.values[v] + place, 0, 2);
+        values[c] = load(slabs_.values[v] + place);
+      }
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) {
         Pairs weight = all(weights[r][pair]);
@@ -159,13 +200,14 @@ class PairBlock {
 
   static uint16_t lanes_of(uint64_t seen, int v) { return static_cast<uint16_t>(seen >> (v * kLanes)); }
 
-  bf16_pair *keys_, *values_;  // [vectors][width / 2][kLanes]; [pairs of positions][width]
+  bf16_pair *keys_, *values_;  // memory for slabs: [vectors][width / 2][kLanes]; [pairs of positions][width]
+  Slabs slabs_, next_;
   int64_t head_dim_, width_, first_ = 0, last_ = 0;  // pairs of positions that are there
   int vectors_ = 0;
 };
 
 inline void PairBlock::attend(int rows, const bf16_pair* q, const uint64_t* seen, float soft_cap, float* peak,
-                              float* total, float* out) const {
+                              float* total, float* out) {
   static constexpr auto every = every_attend(std::make_integer_sequence<int, kBlockRows>());
   (this->*every[rows - 1][vectors_ - 1])(q, seen, soft_cap, peak, total, out);
 }

@@ -17,8 +17,6 @@ class Pool {
   virtual void schedule(std::function<void()> task) = 0;
 };
 
-constexpr int64_t kMostThreads = 64;  // that share a loop
-
 // Of the parts of a loop over [0, n), one a thread: where one begins, and which one i lies in.
 inline int64_t part_begin(int64_t part, int64_t n, int64_t threads) { return part * n / threads; }
 inline int64_t part_of(int64_t i, int64_t n, int64_t threads) { return ((i + 1) * threads - 1) / n; }
@@ -28,7 +26,7 @@ inline int64_t part_of(int64_t i, int64_t n, int64_t threads) { return ((i + 1) 
 // finds nothing left and can't hold the loop up; the caller only waits for items being worked on.
 template <class F>
 void parallel_for(Pool& pool, int64_t n, const F& f) {
-  int64_t threads = std::min({pool.num_threads(), n, kMostThreads});
+  int64_t threads = std::min(pool.num_threads(), n);
   if (threads < 2) {
     for (int64_t i = 0; i < n; i++) f(i);
     return;
@@ -38,23 +36,22 @@ void parallel_for(Pool& pool, int64_t n, const F& f) {
     int64_t end;
   };
   struct Loop {
-    Part parts[kMostThreads];
+    const std::unique_ptr<Part[]> parts;
+    const int64_t threads;
+    const F& f;
     std::atomic<int64_t> done{0};
-    int64_t threads;
-    const F* f;
+    Loop(int64_t threads, const F& f) : parts(new Part[threads]), threads(threads), f(f) {}
     void work(int64_t own) {
       for (int64_t t = 0; t < threads; t++) {
         Part& part = parts[(own + t) % threads];
         for (int64_t i; (i = part.next.fetch_add(1, std::memory_order_relaxed)) < part.end;) {
-          (*f)(i);
+          f(i);
           done.fetch_add(1, std::memory_order_release);
         }
       }
     }
   };
-  auto loop = std::make_shared<Loop>();  // outlives the call: a late helper still reads the parts
-  loop->threads = threads;
-  loop->f = &f;
+  auto loop = std::make_shared<Loop>(threads, f);  // outlives the call: a late helper still reads the parts
   for (int64_t t = 0; t < threads; t++) {
     loop->parts[t].next.store(part_begin(t, n, threads), std::memory_order_relaxed);
     loop->parts[t].end = part_begin(t + 1, n, threads);

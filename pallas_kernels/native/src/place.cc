@@ -61,10 +61,28 @@ void put_row(const Pages<T>& pages, int64_t page, int64_t offset, int64_t head, 
   }
 }
 
+// The same into pages of pairs.
+void put_pairs(const Pages<bf16>& pages, int64_t page, int64_t offset, int64_t head, int which, const float* row) {
+  int64_t size = pages.shape->head_dim, place = offset % kSlab;
+  bf16* to = pages.slab(page, offset, head, which) + (which ? place / 2 * 2 * size + place % 2 : 2 * place);
+  bf16 numbers[kLanes];
+  for (int64_t d = 0; d < size; d += kLanes) {
+    put(numbers, load(row + d));
+    for (int64_t i = 0; i < kLanes; i++) {
+      if (which) to[2 * (d + i)] = numbers[i];
+      else to[(d + i) / 2 * 2 * kSlab + i % 2] = numbers[i];
+    }
+  }
+}
+
 // Normalises, rotates and scales one token's queries into q, and puts its key and value into their page.
-template <class T>
+template <class T, bool pairs>
 void place_token(const Shape& s, const Projected& p, const Pages<T>& pages, int64_t token, int64_t page, int64_t offset,
                  float* q) {
+  auto put_head = [&](int64_t head, int which, const float* x) {
+    if constexpr (pairs) put_pairs(pages, page, offset, head, which, x);
+    else put_row(pages, page, offset, head, which, x);
+  };
   int64_t D = s.head_dim;
   const float* row = p.qkv + token * (s.heads + 2 * s.kv_heads) * D;
   float* head = q + token * s.heads * D;
@@ -78,12 +96,12 @@ void place_token(const Shape& s, const Projected& p, const Pages<T>& pages, int6
     if (p.k_norm) rms_norm(row, p.k_norm, p.eps, D, key);
     else std::copy_n(row, D, key);
     rotate(p, token, D, 1, key);
-    put_row(pages, page, offset, h, 0, key);
+    put_head(h, 0, key);
   }
-  for (int64_t h = 0; h < s.kv_heads; h++, row += D) put_row(pages, page, offset, h, 1, row);
+  for (int64_t h = 0; h < s.kv_heads; h++, row += D) put_head(h, 1, row);
 }
 
-template <class T>
+template <class T, bool pairs>
 void place_tokens(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, const Store& store, float* q) {
   Pages<T> pages{static_cast<T*>(store.values), store.scales, &s};
   struct Run { int64_t sequence, first, last; };
@@ -101,7 +119,7 @@ void place_tokens(Pool& pool, const Shape& s, const Batch& batch, const Projecte
       while (t >= batch.first(sequence + 1)) sequence++;
       int64_t position = batch.position(sequence, t);
       int64_t page = batch.block_tables[sequence * batch.table_width + position / s.page_size];
-      place_token(s, p, pages, t, page, position % s.page_size, q);
+      place_token<T, pairs>(s, p, pages, t, page, position % s.page_size, q);
     }
   };
   if (runs.size() < 3) for (size_t i = 0; i < runs.size(); i++) place_run(i);
@@ -111,7 +129,12 @@ void place_tokens(Pool& pool, const Shape& s, const Batch& batch, const Projecte
 }  // namespace
 
 void place(Pool& pool, const Shape& s, const Batch& batch, const Projected& p, const Store& store, float* q) {
-  by_type(store.type, [&]<class T>(T*) { place_tokens<T>(pool, s, batch, p, store, q); });
+  by_type(store.type, [&]<class T>(T*) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (store.pairs) return place_tokens<T, true>(pool, s, batch, p, store, q);
+    }
+    place_tokens<T, false>(pool, s, batch, p, store, q);
+  });
 }
 
 }  // namespace jaxcb

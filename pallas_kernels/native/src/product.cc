@@ -143,7 +143,7 @@ void run(Pool& pool, const Product& p) {
   int64_t groups = ceil_div(p.outputs / group, kPanel);
   int64_t chunks = ceil_div(p.rows, kRows), chunk = ceil_div(ceil_div(p.rows, chunks), kMostRows) * kMostRows;
   chunks = ceil_div(p.rows, chunk);
-  int64_t threads = std::clamp<int64_t>(pool.num_threads(), 1, kMostThreads);
+  int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   int64_t together = groups_of_item(groups, kMostPanels / group, chunks, threads);
   int64_t runs = ceil_div(groups, together), size = together * group * kPanel * p.inputs;  // of a run of panels
   int64_t items = runs * chunks, parts = std::min(threads, items);
