@@ -1,6 +1,7 @@
 """The pool of KV pages: an array, or int8 values with their scales beside them; and pages as rows of one array.
 
-Plain pages are one array [N, L, 2, page_size, K, D]. Pages of int8 are :class:`pallas_kernels.QuantizedPages`: such an
+Plain pages are one array [N, L, 2, page_size, K, D]; within its last three axes the native kernels may have an order of
+their own (:data:`pallas_kernels.native.Order`). Pages of int8 are :class:`pallas_kernels.QuantizedPages`: such an
 array and one of scales, float32 [N, L, 2, K, page_size]: D + 4 bytes a key or value of a head. What leaves the device
 is one array in either case, so that nobody else has to know: of int8 pages rows of bytes, the values' and the scales'.
 """

@@ -135,12 +135,18 @@ void products(Pool& pool) {
 struct Cache {
   Shape s;
   Number type;
+  bool pairs;
   std::unique_ptr<char[]> values;
   std::unique_ptr<float[]> scales;
-  Store store() { return {values.get(), type, type == Number::kS8 ? scales.get() : nullptr}; }
+  Store store() { return {values.get(), type, type == Number::kS8 ? scales.get() : nullptr, pairs}; }
   double at(int64_t page, int64_t offset, int64_t head, int which, int64_t d) const {
     int64_t flat = page * 2 * s.num_layers + 2 * s.layer + which;
-    double x = number_at(values.get(), ((flat * s.page_size + offset) * s.kv_heads + head) * s.head_dim + d, type);
+    int64_t row = (flat * s.page_size + offset) * s.kv_heads + head, place = row * s.head_dim + d;
+    if (pairs) {
+      int64_t slab = flat * s.page_size * s.kv_heads + (offset / 16 * s.kv_heads + head) * 16, i = offset % 16;
+      place = slab * s.head_dim + (which ? i / 2 * 2 * s.head_dim + 2 * d + i % 2 : d / 2 * 32 + 2 * i + d % 2);
+    }
+    double x = number_at(values.get(), place, type);
     return type == Number::kS8 ? x * scales[(flat * s.kv_heads + head) * s.page_size + offset] : x;
   }
 };
@@ -148,7 +154,8 @@ struct Cache {
 void attentions(Pool& pool) {
   Shape s{};
   int64_t context = between(1, 150), count = between(0, 1) ? 1 : between(1, std::min<int64_t>(context, 40));
-  s.tokens = count, s.kv_heads = between(1, 3), s.heads = s.kv_heads * between(1, 5), s.head_dim = 2 * between(1, 20);
+  s.tokens = count, s.kv_heads = between(1, 3), s.heads = s.kv_heads * between(1, 5);
+  s.head_dim = between(0, 1) ? 2 * between(1, 20) : one_of<int64_t>({32, 64});
   s.page_size = one_of<int64_t>({8, 16, 64}), s.num_layers = between(1, 2), s.layer = s.num_layers - 1;
   s.window = between(0, 1) ? between(1, 100) : 0, s.soft_cap = between(0, 1) ? 20.0f : 0.0f, s.scale = 0.2f;
   int64_t pages = (context + s.page_size - 1) / s.page_size, D = s.head_dim, K = s.kv_heads, H = s.heads;
@@ -159,7 +166,8 @@ void attentions(Pool& pool) {
   check(why_not(s, batch) == nullptr, "the batch is refused");
   Number type = one_of({Number::kF32, Number::kBF16, Number::kF16, Number::kS8});
   int64_t rows = s.num_flat_pages * s.page_size * K;
-  Cache cache{s, type, numbers(rows * D, type), floats(rows)};
+  bool pairs = holds_pairs(s, type) && between(0, 1);
+  Cache cache{s, type, pairs, numbers(rows * D, type), floats(rows)};
   for (int64_t i = 0; i < rows * D; i++) set_number(cache.values.get(), i, type);
   for (int64_t i = 0; i < rows; i++) cache.scales[i] = 0.01f;
   auto qkv = floats(count * (H + 2 * K) * D), q = floats(count * H * D), out = floats(count * H * D);

@@ -28,7 +28,8 @@ void one_product(Pool& pool) {
 void one_attention(Pool& pool) {
   Shape s{};
   int64_t sequences = between(1, 5), tokens = 0;
-  s.kv_heads = between(1, 3), s.heads = s.kv_heads * between(1, 6), s.head_dim = 2 * between(1, 40);
+  s.kv_heads = between(1, 3), s.heads = s.kv_heads * between(1, 6);
+  s.head_dim = between(0, 1) ? 2 * between(1, 40) : one_of<int64_t>({32, 64, 96});
   s.page_size = one_of<int64_t>({8, 16, 64}), s.num_layers = between(1, 2), s.layer = s.num_layers - 1;
   s.window = between(0, 1) ? between(1, 100) : 0, s.soft_cap = between(0, 1) ? 20.0f : 0.0f, s.scale = 0.1f;
   std::vector<int32_t> starts{0}, contexts;
@@ -58,7 +59,7 @@ void one_attention(Pool& pool) {
   auto out = floats(tokens * s.heads * s.head_dim);
   bool normed = between(0, 1);
   Projected p{qkv.get(), cos.get(), sin.get(), 2 * half, normed ? norm.get() : nullptr, normed ? norm.get() : nullptr, 1e-5f};
-  Store store{kv.get(), type, type == Number::kS8 ? scales.get() : nullptr};
+  Store store{kv.get(), type, type == Number::kS8 ? scales.get() : nullptr, holds_pairs(s, type) && between(0, 1)};
   place(pool, s, batch, p, store, q.get());
   attend(pool, s, batch, q.get(), store, between(0, 1) ? sinks.get() : nullptr, out.get());
 }
