@@ -34,7 +34,7 @@ WORDS = {
 
 def identity_of(engine: Engine, connector: str) -> dict[str, str]:
     """Of an engine that runs."""
-    config, rows = engine.config, engine.handovers.page_rows
+    config = engine.config
     settings = (config.backend, config.deterministic, config.fast_norm, config.logprobs_mode, config.quantization)
     # What the weights' layout hangs on comes before them: it is named then.
     return {
@@ -44,7 +44,7 @@ def identity_of(engine: Engine, connector: str) -> dict[str, str]:
         "devices": str(engine.placement.size),
         "experts": str(config.enable_expert_parallel),
         "settings": ", ".join(map(str, (*settings, config.dtype))),
-        "page": f"{'x'.join(map(str, rows.shape[1:]))} {rows.dtype} in {engine.handovers.page_order}",
+        "page": engine.handovers.page_form,
         "weights": fingerprint(engine.params),
         "processors": ", ".join(processor.apply.__qualname__ for processor in config.logits_processors),
         "connector": connector,

@@ -11,7 +11,7 @@ import jax
 from jaxcb.disagg.prompts import PromptService
 from jaxcb.engine import Engine
 from jaxcb.engine.incoming import FirstToken
-from jaxcb.errors import PeerError
+from jaxcb.errors import ConfigError, PeerError
 from jaxcb.request import Request
 from jaxcb.scheduler import TokenEvent
 
@@ -23,6 +23,18 @@ class LocalLink:
     have the same weights when it is made."""
 
     def __init__(self, service: PromptService, decode: Engine):
+        """
+        Raises:
+            ConfigError: an engine was started without ``kv_transfer``, or their pages are not the same.
+        """
+        decode.handovers.check()
+        ours, theirs = (engine.handovers.page_form for engine in (decode, service.engine))
+        if ours != theirs:
+            raise ConfigError(
+                f"the decode engine has pages of {ours}, the prefill engine of {theirs}: start both with the same "
+                "page_size, kv_cache_dtype and backend",
+                param="page_size",
+            )
         self._service, self._handovers = service, decode.handovers
         self._sharding = decode.handovers.page_rows.sharding
         self._num_updates_ahead = service.engine.handovers.num_updates - decode.handovers.num_updates

@@ -34,7 +34,8 @@ class PrefixPages:
     """As many full pages as there are."""
     pages: Shaped[np.ndarray, "n L 2 page_size K D"]
     order: str = "rows"
-    """Of the numbers in a page: :data:`pallas_kernels.native.Order`. The native kernels have two."""
+    """Of the numbers in a page: :data:`pallas_kernels.native.Order`. The native kernels have two: whoever keeps pages
+    keeps this with them."""
 
 
 class EngineCore:

@@ -124,9 +124,11 @@ class Handovers:
         return self._core.runner.page_rows
 
     @property
-    def page_order(self) -> str:
-        """See :attr:`Runner.page_order`."""
-        return self._core.runner.page_order
+    def page_form(self) -> str:
+        """What a page is, in words: shape, dtype and order of its numbers. Pages of another form mean nothing here."""
+        runner = self._core.runner
+        shape, dtype = runner.page_shape
+        return f"{'x'.join(map(str, shape))} {dtype} in {runner.page_order}"
 
     def check(self) -> None:
         """Raise ConfigError if the engine was started without ``kv_transfer``."""
@@ -155,12 +157,13 @@ class Handovers:
             EngineStoppedError: it has stopped.
         """
         self.check()
-        ours, theirs = self._core.runner.page_shape, (prefix.pages.shape[1:], prefix.pages.dtype)
+        runner = self._core.runner
+        ours, theirs = runner.page_shape, (prefix.pages.shape[1:], prefix.pages.dtype)
         if ours != theirs:
             raise ConfigError(f"the pages hold {theirs}, this engine's hold {ours}", param="page_size")
-        if self.page_order != prefix.order:
+        if runner.page_order != prefix.order:
             raise ConfigError(
-                f"the pages hold {prefix.order}, this engine's hold {self.page_order}: their backends or CPUs differ",
+                f"the pages hold {prefix.order}, this engine's hold {runner.page_order}: their backends or CPUs differ",
                 param="backend",
             )
         return self._inbox.call(lambda: self._core.import_prefix(prefix, cache_salt))

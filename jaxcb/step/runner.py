@@ -276,7 +276,8 @@ class Runner:
 
     @property
     def page_shape(self) -> tuple[tuple[int, ...], Any]:
-        """Shape and dtype of a page that :meth:`read_pages` returns: [L, 2, page_size, K, D], of int8 pages bytes."""
+        """Shape and dtype of a page that :meth:`read_pages` returns: [L, 2, page_size, K, D], of int8 pages bytes.
+        The numbers lie in it as :attr:`page_order` says."""
         return self._mover.page.shape, self._mover.page.dtype
 
     @property

@@ -48,7 +48,7 @@ def kv_dtype(weights: Any, backend: Backend) -> Any:
 
 
 def empty_pages(kv: Any, backend: Backend) -> KVPages:
-    """Pages that hold nothing. The native kernels read nothing of a page before it is written, so that theirs take up
-    memory as they come into use."""
+    """Pages that hold nothing. For the native kernels nothing counts that was not written, whatever is there, so that
+    theirs take up memory as they come into use."""
     make = native.untouched if backend == "native" else jnp.zeros
     return jax.tree.map(lambda part: make(part.shape, part.dtype), kv)

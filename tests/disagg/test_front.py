@@ -347,7 +347,8 @@ def test_weights_that_differ_between_the_sides_never_make_an_answer(prefill, dec
     assert_nothing_is_held(prefill, decode)
 
 
-def test_what_can_not_work_is_refused_by_name(front, plain, prefill, decode):
+def test_what_can_not_work_is_refused_by_name(front, plain, prefill, decode, make_engines):  # noqa: F811
+    small_pages = make_engines(kv_transfer=True, page_size=8)
     with pytest.raises(RequestError, match="800 tokens"):
         answers(front, [[1] * 800], [GREEDY])
     with pytest.raises(ConfigError, match="kv_transfer"):
@@ -356,6 +357,8 @@ def test_what_can_not_work_is_refused_by_name(front, plain, prefill, decode):
         Disaggregated(decode, [])
     with pytest.raises(ConfigError, match="kv_transfer"):
         LocalLink(PromptService(plain), decode)
+    with pytest.raises(ConfigError, match=r"pages of 2x2x16x2x16 float32 in rows, the prefill engine of 2x2x8x"):
+        LocalLink(PromptService(small_pages), decode)
 
 
 @pytest.mark.parametrize(

@@ -35,24 +35,30 @@ def attend(batch: Batch, **options: Any) -> np.ndarray:
     return batch.attend("native", **options)
 
 
+def drawn_batch(draw: Any, *, head_dims: list[int], page_sizes: list[int], kv_dtype: str) -> Batch:
+    context = st.integers(1, 300)
+    seqs = [(draw(st.integers(1, min(c, 40))), c) for c in draw(st.lists(context, min_size=1, max_size=6))]
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    return ragged_batch(
+        seqs,
+        seed=draw(st.integers(0, 2**31)),
+        heads=(kv_heads * group, kv_heads),
+        head_dim=draw(st.sampled_from(head_dims)),
+        page_size=draw(st.sampled_from(page_sizes)),
+        num_tokens=sum(n for n, _ in seqs) + draw(st.integers(0, 3)),
+        num_seqs=len(seqs) + draw(st.integers(0, 2)),
+        kv_dtype=kv_dtype,
+        window=draw(st.none() | st.integers(1, 150)),
+    )
+
+
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_any_ragged_batch(data):
     draw = data.draw
-    context = st.integers(1, 300)
-    seqs = [(draw(st.integers(1, min(c, 40))), c) for c in draw(st.lists(context, min_size=1, max_size=5))]
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
-    batch = ragged_batch(
-        seqs,
-        seed=draw(st.integers(0, 2**31)),
-        heads=(kv_heads * group, kv_heads),
-        head_dim=draw(st.sampled_from([16, 20, 64, 80, 128, 256])),
-        page_size=draw(st.sampled_from([8, 16, 64, 128])),
-        num_tokens=sum(n for n, _ in seqs) + draw(st.integers(0, 3)),
-        num_seqs=len(seqs) + draw(st.integers(0, 2)),
-        kv_dtype=(dtype := draw(st.sampled_from(["float32", "bfloat16", "float16", "uint16", "int8"]))),
-        window=draw(st.none() | st.integers(1, 150)),
-    )
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", "uint16", "int8"]))
+    sizes = {"head_dims": [16, 20, 64, 80, 128, 256], "page_sizes": [8, 16, 64, 128]}
+    batch = drawn_batch(draw, **sizes, kv_dtype=dtype)
     soft_cap = draw(st.none() | st.floats(1, 50))
     got = attend(batch, soft_cap=soft_cap)
     assert relative_error(got, batch.expected(soft_cap=soft_cap)) < tolerance(dtype)
@@ -234,19 +240,8 @@ def in_pairs(pages: np.ndarray) -> np.ndarray:
 @given(data=st.data())
 def test_pages_of_pairs_give_the_bits_of_rows(data):
     draw = data.draw
-    context = st.integers(1, 300)
-    seqs = [(draw(st.integers(1, min(c, 40))), c) for c in draw(st.lists(context, min_size=1, max_size=6))]
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
-    batch = ragged_batch(
-        seqs,
-        seed=draw(st.integers(0, 2**31)),
-        heads=(kv_heads * group, kv_heads),
-        head_dim=draw(st.sampled_from([32, 64, 96, 256])),
-        page_size=draw(st.sampled_from([16, 48, 64])),
-        num_tokens=sum(n for n, _ in seqs) + draw(st.integers(0, 3)),
-        kv_dtype=draw(st.sampled_from(["bfloat16", "uint16"])),
-        window=draw(st.none() | st.integers(1, 150)),
-    )
+    dtype = draw(st.sampled_from(["bfloat16", "uint16"]))
+    batch = drawn_batch(draw, head_dims=[32, 64, 96, 256], page_sizes=[16, 48, 64], kv_dtype=dtype)
     rows = np.asarray(batch.kv_pages)
     needs_pairs(rows)
     place = {"layer": batch.layer, "num_layers": batch.num_layers, "window": batch.window}

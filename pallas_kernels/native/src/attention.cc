@@ -60,7 +60,7 @@ class Attention {
     parallel_for(pool, num_items, [&](int64_t i) {
       int64_t share = part_of(i, num_items, shares);
       const Item* next = i + 1 < part_begin(share + 1, num_items, shares) ? &items[i + 1] : nullptr;  // of this thread
-      bool asked = pairs_ && i > part_begin(share, num_items, shares);  // the one before did, for the first block
+      bool asked = pairs_ && i > part_begin(share, num_items, shares);  // the one before did, for as much as it read
       items[i].part < 0 ? whole(items[i], next, asked) : one_block(items[i], next, asked);
     });
     for (int64_t s = 0; s < batch_.num_seqs; s++) {

@@ -130,7 +130,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats sinks, Ints query
   Shape s = shape_of(q.dimensions()[0], q.dimensions()[1], kv, layer, window, num_layers, scale, soft_cap);
   Batch batch = batch_of(query_starts, context_lens, block_tables);
   Store store;
-  if (!store_of(kv, scales, s, pairs, &store)) return bad("the pages' type is not supported");
+  if (!store_of(kv, scales, s, pairs, &store)) return bad("such pages are not supported");
   if (const char* reason = why_not(s, batch)) return bad(reason);
   int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
   static thread_local Scratch scratch;
@@ -150,7 +150,7 @@ ffi::Error place_and_attend(ffi::ThreadPool threads, Floats qkv, Floats cos, Flo
   Shape s = shape_of(qkv.dimensions()[0], num_heads, *kv, layer, window, num_layers, scale, soft_cap);
   Batch batch = batch_of(query_starts, context_lens, block_tables);
   Store store;
-  if (!store_of(*kv, *scales, s, pairs, &store)) return bad("the pages' type is not supported");
+  if (!store_of(*kv, *scales, s, pairs, &store)) return bad("such pages are not supported");
   if (const char* reason = why_not(s, batch)) return bad(reason);
   int64_t row = s.heads * s.head_dim, used = batch.first(batch.num_seqs);
   Projected p{qkv.typed_data(), cos.typed_data(), sin.typed_data(), 2 * cos.dimensions()[1], optional(q_norm),
