@@ -2,6 +2,7 @@
 // else, with -march=x86-64-v3 and -DJAXCB_EMULATED=<1 for AVX-512, 2 for its bfloat16 too>.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 
 #include <immintrin.h>
@@ -41,6 +42,54 @@ inline simde__m512i emulated_cvtepi8_epi32(__m128i a) {
 #define _mm512_cvtps_epi32 emulated_cvtps_epi32
 #define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
 #define _mm512_extractf32x8_ps(a, which) emulated_half<__m256>(a, which)
+
+// Of the numbers that a mask leaves out none is touched.
+inline simde__m512 emulated_maskz_loadu_ps(uint16_t lanes, const void* from) {
+  simde__m512 out{};
+  for (int i = 0; i < 16; i++) {
+    if (lanes >> i & 1) std::memcpy(reinterpret_cast<char*>(&out) + 4 * i, static_cast<const char*>(from) + 4 * i, 4);
+  }
+  return out;
+}
+inline void emulated_mask_storeu_ps(void* to, uint16_t lanes, simde__m512 a) {
+  for (int i = 0; i < 16; i++) {
+    if (lanes >> i & 1) std::memcpy(static_cast<char*>(to) + 4 * i, reinterpret_cast<const char*>(&a) + 4 * i, 4);
+  }
+}
+inline simde__m512i emulated_maskz_loadu_epi16(uint32_t lanes, const void* from) {
+  simde__m512i out{};
+  for (int i = 0; i < 32; i++) {
+    if (lanes >> i & 1) std::memcpy(reinterpret_cast<char*>(&out) + 2 * i, static_cast<const char*>(from) + 2 * i, 2);
+  }
+  return out;
+}
+inline __m256i emulated_cvtepi32_epi16(simde__m512i a) {
+  __m256i out;
+  for (int i = 0; i < 16; i++) std::memcpy(reinterpret_cast<char*>(&out) + 2 * i, reinterpret_cast<char*>(&a) + 4 * i, 2);
+  return out;
+}
+inline simde__m512i emulated_cvtne2ps_pbh(simde__m512 high, simde__m512 low) {
+  simde__m512i out;
+  for (int i = 0; i < 32; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, reinterpret_cast<const char*>(i < 16 ? &low : &high) + 4 * (i % 16), 4);
+    bool number = (bits & 0x7fffffff) <= 0x7f800000;
+    uint16_t rounded = number ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : (bits >> 16 | 0x40);
+    std::memcpy(reinterpret_cast<char*>(&out) + 2 * i, &rounded, 2);
+  }
+  return out;
+}
+inline __m256i emulated_cvtps_ph(simde__m512 a) {
+  __m128i low = _mm256_cvtps_ph(emulated_half<__m256>(a, 0), _MM_FROUND_TO_NEAREST_INT);
+  return emulated_of<__m256i>(low, _mm256_cvtps_ph(emulated_half<__m256>(a, 1), _MM_FROUND_TO_NEAREST_INT));
+}
+#undef _mm512_cvtps_ph
+#define _mm512_cvtps_ph(a, rounding) emulated_cvtps_ph(a)
+#define _mm512_maskz_loadu_epi16 emulated_maskz_loadu_epi16
+#define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
+#define _mm512_cvtne2ps_pbh emulated_cvtne2ps_pbh
+#define _mm512_maskz_loadu_ps emulated_maskz_loadu_ps
+#define _mm512_mask_storeu_ps emulated_mask_storeu_ps
 
 #define __AVX512F__ 1
 #if JAXCB_EMULATED == 2
